@@ -1,0 +1,24 @@
+"""Serve many LoRA adapters on one Mixture-of-Experts model at once, expert weights included."""
+
+from typing import TYPE_CHECKING, Any
+
+__version__ = "0.1.0.dev0"
+
+__all__ = ["LLM", "SamplingParams", "__version__"]
+
+if TYPE_CHECKING:
+    from vexpert.engine.llm import LLM as LLM
+    from vexpert.engine.sampling_params import SamplingParams as SamplingParams
+
+
+def __getattr__(name: str) -> Any:
+    # Imported on first use, so that `import vexpert` and the command line start without torch.
+    if name == "LLM":
+        from vexpert.engine.llm import LLM
+
+        return LLM
+    if name == "SamplingParams":
+        from vexpert.engine.sampling_params import SamplingParams
+
+        return SamplingParams
+    raise AttributeError(f"module 'vexpert' has no attribute {name!r}")

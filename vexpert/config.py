@@ -1,0 +1,94 @@
+"""Engine options: one frozen dataclass, used by Python callers and by the command line alike.
+
+Field metadata drives the command line: `help`, `group`, `choices`. A bool becomes
+`--name / --no-name`; an underscore becomes a dash.
+"""
+
+import dataclasses
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import Any
+
+from vexpert.errors import ConfigError
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+
+
+def option(default: Any, help: str, group: str, choices: tuple[str, ...] | None = None) -> Any:
+    """A dataclass field that the command line can show."""
+    return field(default=default, metadata={"help": help, "group": group, "choices": choices})
+
+
+@dataclass(frozen=True)
+class EngineConfig:
+    """Everything that shapes an engine. Bytes are integers; `None` means: decided at boot."""
+
+    model: str = option("", "folder or Hugging Face name; empty: the bundled demo model", "model")
+    tokenizer: str | None = option(None, "folder or name, if not the model's own", "model")
+    dtype: str = option(
+        "auto", "weights and activations; auto: as the checkpoint says", "model", DTYPES
+    )
+    device: str = option("auto", "auto, cpu, cuda or cuda:N", "model")
+    load_format: str = option(
+        "auto", "dummy: random weights", "model", ("auto", "safetensors", "dummy")
+    )
+    seed: int = option(0, "seed of the sampler's default generator and of dummy weights", "model")
+    max_model_len: int | None = option(None, "longest prompt plus output, in tokens", "model")
+    trust_remote_code: bool = option(False, "run Python code that a checkpoint ships", "model")
+    block_size: int = option(16, "tokens per KV block", "cache")
+    kv_cache_memory: int | None = option(
+        None, "bytes for the KV cache; default: from free memory", "cache"
+    )
+    gpu_memory_utilization: float = option(0.9, "share of device memory to use in all", "cache")
+    enable_prefix_caching: bool = option(
+        True, "reuse KV blocks of equal prefixes of one adapter", "cache"
+    )
+    max_num_seqs: int = option(256, "requests in one step", "scheduler")
+    max_num_batched_tokens: int = option(2048, "tokens in one step", "scheduler")
+    enforce_eager: bool = option(False, "no CUDA graphs", "scheduler")
+    enable_lora: bool = option(True, "serve adapters", "lora")
+    max_loras: int = option(8, "adapter slots on the device", "lora")
+    max_lora_rank: int = option(64, "largest rank accepted", "lora")
+    max_cpu_loras: int | None = option(
+        None, "adapters kept in host memory; default: all loaded", "lora"
+    )
+    lora_memory: int | None = option(
+        None,
+        "bytes for adapters on the device; default: max_loras full adapters, at most 20% of free",
+        "lora",
+    )
+    lora_use_virtual_experts: bool = option(True, "one grouped product for all adapters", "lora")
+    lora_backend: str = option(
+        "auto", "operations that run LoRA and experts", "lora", ("auto", "torch", "triton")
+    )
+
+    def __post_init__(self) -> None:
+        for spec in dataclasses.fields(self):
+            choices = spec.metadata["choices"]
+            value = getattr(self, spec.name)
+            if choices and value not in choices:
+                raise ConfigError(f"{spec.name}={value!r}: use one of {', '.join(choices)}")
+        for name in (
+            "block_size",
+            "max_num_seqs",
+            "max_num_batched_tokens",
+            "max_loras",
+            "max_lora_rank",
+        ):
+            if getattr(self, name) < 1:
+                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+        if not 0.0 < self.gpu_memory_utilization <= 1.0:
+            raise ConfigError(
+                f"gpu_memory_utilization={self.gpu_memory_utilization}: above 0, at most 1"
+            )
+
+    @classmethod
+    def from_options(cls, **options: Any) -> "EngineConfig":
+        """Build a config from keyword options; an unknown name is a ConfigError."""
+        known = [spec.name for spec in dataclasses.fields(cls)]
+        for name in options:
+            if name not in known:
+                near = get_close_matches(name, known, 1)
+                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                raise ConfigError(f"unknown engine option {name!r}{hint}")
+        return cls(**options)

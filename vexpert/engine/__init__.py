@@ -1,0 +1,1 @@
+"""Scheduler, paged KV cache, sampler and the step loop; the Python API."""

@@ -1,0 +1,61 @@
+"""What the engine hands back, shaped as users of vLLM know it."""
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True)
+class Logprob:
+    """Log-probability of one token: natural logarithm, and its rank (1 is the likeliest)."""
+
+    logprob: float
+    rank: int
+    decoded_token: str
+
+
+LogprobRow = dict[int, Logprob]  # token id -> its log-probability
+
+
+@dataclass
+class CompletionOutput:
+    """One of the n completions of a request."""
+
+    index: int
+    text: str = ""
+    token_ids: list[int] = field(default_factory=list)
+    cumulative_logprob: float | None = None  # of the chosen tokens; None unless logprobs are asked
+    logprobs: list[LogprobRow] | None = None
+    finish_reason: str | None = None  # "stop", "length" or "abort"; None: still running
+    stop_reason: int | str | None = None  # the stop string or token that ended it; None: eos
+
+
+@dataclass
+class RequestOutput:
+    """A request's state after a step. `outputs` hold everything so far, not the last step alone."""
+
+    request_id: str
+    prompt: str | None
+    prompt_token_ids: list[int]
+    outputs: list[CompletionOutput]
+    finished: bool
+    adapter: str | None
+    prompt_logprobs: list[LogprobRow | None] | None = None  # the first is None
+    num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+
+
+@dataclass(frozen=True)
+class EngineStats:
+    """One look at the engine, for metrics and the periodic line. Counters only grow."""
+
+    num_running: int
+    num_waiting: int
+    running_adapters: tuple[str, ...]
+    waiting_adapters: tuple[str, ...]
+    max_loras: int
+    kv_blocks_total: int
+    kv_blocks_used: int
+    prompt_tokens: int
+    generation_tokens: int
+    prefix_hit_tokens: int
+    prefix_query_tokens: int
+    preemptions: int
+    steps: int

@@ -1,0 +1,144 @@
+"""LoRA's nouns: targets of a model, factors of an adapter, the batch's view."""
+
+from dataclasses import dataclass, field
+
+import torch
+
+from vexpert.ops.types import LoraSite, SiteTable
+
+
+@dataclass(frozen=True)
+class LinearTarget:
+    """A module y = W x + b that adapters may change: nn.Linear, a router's bare weight, lm_head."""
+
+    path: str  # module path in the transformers model, e.g. "model.layers.0.mlp.gate"
+    site: LoraSite
+    in_features: int
+    out_features: int
+
+
+@dataclass(frozen=True)
+class EmbeddingTarget:
+    """An embedding: a site with num_experts = vocabulary, in_features 1, and B shared by all."""
+
+    path: str
+    site: LoraSite
+    num_embeddings: int
+    embedding_dim: int
+
+
+@dataclass(frozen=True)
+class ExpertsTarget:
+    """The routed experts of one layer: sites gate_up (slices gate, up; or up alone) and down."""
+
+    path: str  # e.g. "model.layers.0.mlp.experts"
+    gate_up: LoraSite
+    down: LoraSite
+    num_experts: int
+    hidden_size: int
+    intermediate_size: int
+    has_gate: bool
+    is_transposed: bool  # the base parameters are [E, in, out]
+    is_interleaved: bool  # the base gate_up's outputs alternate gate, up
+    class_name: str  # e.g. "GptOssExperts": orientation of square weights depends on it
+
+
+Target = LinearTarget | EmbeddingTarget | ExpertsTarget
+
+
+@dataclass(frozen=True)
+class TargetMap:
+    """Every module of the model that an adapter may change, by module path."""
+
+    model_type: str  # e.g. "qwen3_moe"
+    architecture: str  # e.g. "Qwen3MoeForCausalLM"
+    targets: dict[str, Target]
+    sites: tuple[LoraSite, ...]  # sites[i].index == i
+
+
+@dataclass(frozen=True)
+class Factors:
+    """One LoRA pair in canonical form; delta weight of expert e = scale * b[e] @ a[e].
+
+    A leading 1 means: shared by all experts (a dense Linear has both leading 1). For an embedding
+    a is [1, r, V]. Gate and up of one adapter share A when their `a` is the same tensor object.
+    """
+
+    a: torch.Tensor  # [E or 1, r, in]
+    b: torch.Tensor  # [E or 1, out, r], rows in the order gate / up (never interleaved)
+    scale: float
+
+    @property
+    def rank(self) -> int:
+        return self.a.shape[1]
+
+
+@dataclass(frozen=True)
+class ExpertsFactors:
+    """Routed experts' factors; None: that projection is not adapted. Without a gate, only up."""
+
+    gate: Factors | None = None
+    up: Factors | None = None
+    down: Factors | None = None
+
+
+@dataclass(frozen=True)
+class AdapterWeights:
+    """A whole adapter in canonical form on the host, keyed by target path. Immutable."""
+
+    modules: dict[str, Factors | ExpertsFactors]
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class AdapterRef:
+    """One version of a named adapter. Reloading a name makes a new version."""
+
+    name: str
+    version: int
+
+
+@dataclass(frozen=True)
+class AdapterInfo:
+    """What users may see of an adapter."""
+
+    name: str
+    version: int
+    path: str
+    state: str  # registered, host, device, errored, draining
+    rank: int  # largest rank of its factors
+    host_bytes: int
+    device_bytes: int  # what it takes in the arena
+    slot: int  # -1: not on the device
+    error: str | None = None
+    warnings: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True)
+class BatchView:
+    """Which adapter slot each row of this step uses."""
+
+    slots: torch.Tensor  # [T] int64: slot of each token, -1: base
+    logit_slots: torch.Tensor  # [n] int64: slot of each row that lm_head computes
+    active_slots: tuple[int, ...]  # distinct slots >= 0 of this step, ascending, on the host
+    use_virtual_experts: bool = True
+
+
+@dataclass
+class LoraState:
+    """What LoRA-aware layers of one model read: the tables of all sites and this step's view.
+
+    `view` is None when no row of the step has an adapter: layers then run the base path alone.
+    `tables` is None on a server without LoRA.
+    """
+
+    tables: tuple[SiteTable, ...] | None = None
+    view: BatchView | None = None
+    cache: dict[object, object] = field(
+        default_factory=dict
+    )  # routings of this step; cleared with `view`
+
+    def set_view(self, view: BatchView | None) -> None:
+        """Begin a step: `view` for the layers, and no routing of the step before."""
+        self.view = view if view is not None and view.active_slots else None
+        self.cache.clear()

@@ -1,0 +1,1 @@
+"""Transformers models with our attention, experts and Linear swapped in."""
