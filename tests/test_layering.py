@@ -8,7 +8,16 @@ import pytest
 import vexpert
 
 ROOT = Path(vexpert.__file__).parent
-RANK = {"kernels": 0, "ops": 1, "moe": 2, "lora": 3, "models": 4, "engine": 5, "server": 6, "cli": 7}
+RANK = {
+    "kernels": 0,
+    "ops": 1,
+    "moe": 2,
+    "lora": 3,
+    "models": 4,
+    "engine": 5,
+    "server": 6,
+    "cli": 7,
+}
 FILES = sorted(path for path in ROOT.rglob("*.py") if path.relative_to(ROOT).parts[0] in RANK)
 
 

@@ -40,7 +40,7 @@ class PairRows:
 
 
 class ExpertsHook(Protocol):
-    """Adds to `y` in place. Rows of `y` are pairs; `x_rows` maps them to rows of `x` (None: same)."""
+    """Adds to `y` in place. Rows of `y` are pairs; `x_rows`: their rows of `x` (None: the same)."""
 
     def __call__(
         self, x: torch.Tensor, x_rows: torch.Tensor | None, y: torch.Tensor, rows: PairRows
