@@ -1,0 +1,44 @@
+# make serve   set up and serve the demo model      options: make serve ARGS='--port 8001'
+# make test    set up and run every check
+# make install set up .venv alone
+
+PYTHON ?= python3
+ARGS ?=
+PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+
+.PHONY: install serve test lint types unit format clean
+
+install: .venv/.serve
+
+# torch goes first and alone, so that no other package's range picks another build of it.
+.venv/.serve: pyproject.toml constraints.txt
+	$(PYTHON) -m venv .venv
+	$(PIP) torch
+	$(PIP) -e '.[serve]'
+	touch $@
+
+.venv/.dev: .venv/.serve
+	$(PIP) -e '.[dev]'
+	touch $@
+
+serve: .venv/.serve
+	.venv/bin/vexpert serve $(ARGS)
+
+test: lint types unit
+
+lint: .venv/.dev
+	.venv/bin/ruff format --check .
+	.venv/bin/ruff check .
+
+types: .venv/.dev
+	.venv/bin/mypy
+
+unit: .venv/.dev
+	.venv/bin/python -m pytest $(ARGS)
+
+format: .venv/.dev
+	.venv/bin/ruff format .
+	.venv/bin/ruff check --fix .
+
+clean:
+	rm -rf .venv build dist .pytest_cache .mypy_cache .ruff_cache .hypothesis
