@@ -194,7 +194,7 @@ class AdapterManager:
     def _check_size(self, name: str, host: HostCopy) -> None:
         if not self.pool.fits(host.packed.nbytes):
             raise AdapterError(
-                f"adapter {name!r} needs {host.packed.nbytes} bytes on the device, where all adapters "
+                f"adapter {name!r} needs {host.packed.nbytes} bytes on the device; all adapters "
                 f"together have {self.pool.arena.nbytes}; raise lora_memory (--lora-memory)"
             )
 
