@@ -1,0 +1,144 @@
+"""Packing and installing keep exactly what an adapter means."""
+
+import pytest
+import torch
+from helpers_lora import (
+    EXPERT_KINDS,
+    EXPERTS,
+    HIDDEN,
+    INNER,
+    adapter,
+    canonical_delta,
+    stored_delta,
+    tiny_targets,
+)
+
+from vexpert.errors import AdapterError
+from vexpert.lora.budget import full_adapter_bytes
+from vexpert.lora.pack import pack
+from vexpert.lora.pool import SlotPool
+from vexpert.lora.types import AdapterWeights, ExpertsFactors, Factors, TargetMap
+
+CPU = torch.device("cpu")
+TARGETS = tiny_targets()
+
+
+def make_pool(num_slots: int = 4, dtype: torch.dtype = torch.float32) -> SlotPool:
+    return SlotPool(TARGETS, num_slots, 1 << 20, CPU, dtype)
+
+
+def install(pool: SlotPool, weights: AdapterWeights, dtype: torch.dtype = torch.float32) -> int:
+    packed = pack(weights, TARGETS, dtype)
+    assert pool.make_room(packed.nbytes) == ()
+    return pool.install(packed)
+
+
+def largest_error(pool: SlotPool, slot: int, targets: TargetMap, weights: AdapterWeights) -> float:
+    """Largest difference over all sites and experts, of the largest delta."""
+    worst, size = 0.0, 0.0
+    for site in targets.sites:
+        expected = canonical_delta(targets, weights, site)
+        for expert in range(site.num_experts):
+            got = stored_delta(site, pool.tables[site.index], slot, expert)
+            worst = max(worst, float((got - expected[expert]).abs().max()))
+        size = max(size, float(expected.abs().max()))
+    return worst / size
+
+
+@pytest.mark.parametrize("kind", EXPERT_KINDS)
+@pytest.mark.parametrize("rank", [1, 3, 8])
+def test_install_then_read_back_is_the_canonical_delta(kind: str, rank: int) -> None:
+    pool, weights = make_pool(), adapter(TARGETS, seed=rank, rank=rank, kind=kind)
+    install(pool, adapter(TARGETS, seed=99, rank=2))  # so that offsets do not start at 0
+    slot = install(pool, weights)
+    assert slot == 1
+    assert largest_error(pool, slot, TARGETS, weights) < 1e-6
+    pool.check_integrity()
+
+
+def test_reading_back_sees_a_wrong_scale_expert_and_slice() -> None:
+    pool, weights = make_pool(), adapter(TARGETS, seed=0, rank=4, kind="separate")
+    slot = install(pool, weights)
+    table = pool.tables[TARGETS.targets["experts"].gate_up.index]  # type: ignore[union-attr]
+    up_column = int(table.slice_column[1, slot])
+    table.slice_column[1, slot] = 0  # up reads gate's A
+    assert largest_error(pool, slot, TARGETS, weights) > 1e-2
+    table.slice_column[1, slot] = up_column
+    table.a_offset[slot] += int(table.a_stride[slot])
+    assert largest_error(pool, slot, TARGETS, weights) > 1e-2
+    table.a_offset[slot] -= int(table.a_stride[slot])
+    assert largest_error(pool, slot, TARGETS, weights) < 1e-6
+    q = weights.modules["q"]
+    assert isinstance(q, Factors)
+    wrong = AdapterWeights({**weights.modules, "q": Factors(q.a, q.b, q.scale * 1.01)})
+    assert largest_error(pool, slot, TARGETS, wrong) > 1e-4
+
+
+def test_fused_gate_and_up_store_their_common_a_once() -> None:
+    fused = pack(adapter(TARGETS, 0, 4, ("experts",), "fused"), TARGETS, torch.float32)
+    entry = fused.entries[0]
+    assert (entry.rank, entry.slice_rank, entry.slice_column) == (4, (4, 4), (0, 0))
+    separate = pack(adapter(TARGETS, 0, 4, ("experts",), "separate"), TARGETS, torch.float32)
+    entry = separate.entries[0]
+    assert (entry.rank, entry.slice_rank, entry.slice_column) == (7, (4, 3), (0, 4))
+
+
+def test_shared_factors_have_stride_0_and_cost_one_copy() -> None:
+    weights = adapter(TARGETS, 0, 4, ("experts",), "outer")
+    packed = pack(weights, TARGETS, torch.float32)
+    gate_up, down = packed.entries
+    assert gate_up.a_stride == 0
+    assert gate_up.b_stride == (4 * INNER, 4 * INNER)
+    assert down.a_stride == 4 * INNER
+    assert down.b_stride == (0,)
+    elements = 2 * 4 * HIDDEN + 2 * EXPERTS * 4 * INNER + EXPERTS * 4 * INNER + 4 * HIDDEN
+    assert packed.nbytes == 4 * elements
+
+
+def test_bytes_follow_the_real_rank_and_the_real_targets() -> None:
+    small = pack(adapter(TARGETS, 0, 2, ("q",)), TARGETS, torch.bfloat16)
+    assert small.nbytes == 2 * 2 * (HIDDEN + 24)
+    assert small.rank == 2
+    full = pack(adapter(TARGETS, 0, 8, kind="fused"), TARGETS, torch.bfloat16)
+    assert small.nbytes * 50 < full.nbytes <= full_adapter_bytes(TARGETS, torch.bfloat16)
+
+
+def test_the_largest_adapter_takes_what_the_budget_says() -> None:
+    generator = torch.Generator().manual_seed(0)
+
+    def part(out: int, width: int) -> Factors:
+        a = torch.randn(EXPERTS, 8, width, generator=generator)
+        return Factors(a, torch.randn(EXPERTS, out, 8, generator=generator), 1.0)
+
+    modules = dict(adapter(TARGETS, 0, 8).modules)
+    for path in ("experts", "alternating", "ungated"):
+        gate = None if path == "ungated" else part(INNER, HIDDEN)
+        modules[path] = ExpertsFactors(gate, part(INNER, HIDDEN), part(HIDDEN, INNER))
+    packed = pack(AdapterWeights(modules), TARGETS, torch.float32)
+    assert packed.nbytes == full_adapter_bytes(TARGETS, torch.float32)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_every_tensor_starts_at_16_bytes(dtype: torch.dtype) -> None:
+    packed = pack(adapter(TARGETS, 0, 3, kind="separate"), TARGETS, dtype)
+    for entry in packed.entries:
+        for offset in (entry.a_offset, *entry.b_offset):
+            assert offset * dtype.itemsize % 16 == 0
+
+
+def test_the_scale_is_folded_before_rounding() -> None:
+    a, b = torch.ones(1, 1, HIDDEN), torch.full((1, 24, 1), 1.0 + 2.0**-7)
+    weights = AdapterWeights({"q": Factors(a.bfloat16(), b.bfloat16(), 1.0 + 2.0**-8)})
+    packed = pack(weights, TARGETS, torch.bfloat16)
+    got = packed.buffer[packed.entries[0].b_offset[0]]
+    exact = torch.tensor((1.0 + 2.0**-7) * (1.0 + 2.0**-8)).bfloat16()
+    scale_rounded_first = b[0, 0, 0].bfloat16() * torch.tensor(1.0 + 2.0**-8).bfloat16()
+    assert got == exact != scale_rounded_first
+
+
+def test_overflow_of_float16_is_refused() -> None:
+    a, b = torch.ones(1, 1, HIDDEN), torch.full((1, 24, 1), 1e4)
+    weights = AdapterWeights({"q": Factors(a, b, 64.0)})
+    with pytest.raises(AdapterError, match=r"float16's range.*bfloat16"):
+        pack(weights, TARGETS, torch.float16)
+    assert torch.isfinite(pack(weights, TARGETS, torch.bfloat16).buffer).all()

@@ -1,0 +1,259 @@
+"""Arena and slot pool under random use: nothing overlaps, nothing leaks, nothing stale is seen."""
+
+import pytest
+import torch
+from helpers_lora import adapter, canonical_delta, stored_delta, tiny_targets
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vexpert.lora.arena import Allocator, Arena
+from vexpert.lora.pack import PackedAdapter, pack
+from vexpert.lora.pool import SlotPool
+
+CPU = torch.device("cpu")
+TARGETS = tiny_targets()
+KINDS = {
+    seed: adapter(TARGETS, seed, rank, paths, kind)
+    for seed, (rank, paths, kind) in enumerate(
+        [
+            (1, ("q",), "fused"),
+            (8, (), "separate"),
+            (4, (), "fused"),
+            (2, ("experts", "router"), "outer"),
+            (3, ("embed", "head", "ungated"), "down"),
+        ]
+    )
+}
+PACKED = {seed: pack(weights, TARGETS, torch.float32) for seed, weights in KINDS.items()}
+
+
+def make_pool(num_slots: int, nbytes: int) -> SlotPool:
+    return SlotPool(TARGETS, num_slots, nbytes, CPU, torch.float32)
+
+
+def put(pool: SlotPool, packed: PackedAdapter) -> int:
+    assert pool.make_room(packed.nbytes) is not None
+    return pool.install(packed)
+
+
+def assert_slot_is(pool: SlotPool, slot: int, seed: int) -> None:
+    """The slot's deltas are those of KINDS[seed] at every site."""
+    for site in TARGETS.sites:
+        expected = canonical_delta(TARGETS, KINDS[seed], site)
+        for expert in {0, site.num_experts - 1}:
+            got = stored_delta(site, pool.tables[site.index], slot, expert)
+            torch.testing.assert_close(got, expected[expert], atol=1e-4, rtol=1e-5)
+
+
+@given(
+    st.lists(st.tuples(st.booleans(), st.integers(1, 40), st.integers(0, 30)), max_size=60),
+    st.sampled_from([1, 4, 8]),
+)
+@settings(max_examples=150, deadline=None)
+def test_allocator_keeps_blocks_apart_and_bytes_exact(
+    actions: list[tuple[bool, int, int]], alignment: int
+) -> None:
+    allocator = Allocator(203, alignment)
+    live: list[int] = []
+    for allocate, size, which in actions:
+        if allocate:
+            largest = max((room for _, room in allocator.holes), default=0)
+            start = allocator.allocate(size)
+            assert (start is not None) == (allocator.rounded(size) <= largest)
+            if start is not None:
+                assert start % alignment == 0
+                live.append(start)
+        elif live:
+            allocator.free(live.pop(which % len(live)))
+        elif which == 0:
+            allocator.compact()
+        allocator.check_integrity()
+        assert sorted(allocator.blocks) == sorted(live)
+    for start in live:
+        allocator.free(start)
+    assert allocator.holes == [(0, allocator.capacity)]
+
+
+@pytest.mark.parametrize("fault", ["overlap", "gap", "unmerged", "lost"])
+def test_integrity_check_sees_planted_faults(fault: str) -> None:
+    allocator = Allocator(64, 4)
+    first, second = allocator.allocate(8), allocator.allocate(8)
+    assert (first, second) == (0, 8)
+    allocator.check_integrity()
+    if fault == "overlap":
+        allocator.blocks[0] = 12
+    elif fault == "gap":
+        del allocator.blocks[0]
+    elif fault == "unmerged":
+        allocator.holes = [(16, 8), (24, 40)]
+    else:
+        allocator.holes = [(16, 40)]
+    with pytest.raises(AssertionError):
+        allocator.check_integrity()
+
+
+def test_compaction_moves_overlapping_blocks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vexpert.lora.arena.MOVE_ELEMENTS", 3)
+    arena = Arena(40 * 4, CPU, torch.float32)
+    small, large = arena.allocator.allocate(4), arena.allocator.allocate(20)
+    assert small is not None
+    assert large is not None
+    arena.write(large, torch.arange(20.0))
+    arena.allocator.free(small)
+    (move,) = arena.compact()
+    assert (move.source, move.target) == (4, 0)
+    torch.testing.assert_close(arena.buffer[:20], torch.arange(20.0))
+
+
+class Model:
+    """What the pool should hold: a plain account of the same actions."""
+
+    def __init__(self, pool: SlotPool) -> None:
+        self.pool = pool
+        self.seed: dict[int, int] = {}
+        self.pins: dict[int, int] = {}
+
+    def install(self, seed: int) -> None:
+        packed = PACKED[seed]
+        before = dict(self.seed)
+        evicted = self.pool.make_room(packed.nbytes)
+        pinned = [slot for slot in before if self.pins[slot]]
+        pinned_bytes = sum(PACKED[before[slot]].nbytes for slot in pinned)
+        possible = len(pinned) < self.pool.num_slots
+        possible &= pinned_bytes + packed.nbytes <= self.pool.arena.nbytes
+        assert (evicted is not None) == possible
+        for slot in evicted or ():
+            assert not self.pins.pop(slot)
+            del self.seed[slot]
+        if evicted is not None:
+            slot = self.pool.install(packed)
+            assert slot not in self.seed
+            self.seed[slot], self.pins[slot] = seed, 0
+
+    def act(self, action: str, number: int) -> None:
+        if action == "install":
+            self.install(number % len(PACKED))
+        elif self.seed:
+            slot = sorted(self.seed)[number % len(self.seed)]
+            if action == "pin":
+                self.pool.pin(slot)
+                self.pins[slot] += 1
+            elif action == "unpin" and self.pins[slot]:
+                self.pool.unpin(slot)
+                self.pins[slot] -= 1
+            elif action == "remove" and not self.pins[slot]:
+                self.pool.remove(slot)
+                del self.seed[slot], self.pins[slot]
+
+    def check(self) -> None:
+        self.pool.check_integrity()
+        used = sum(PACKED[seed].nbytes for seed in self.seed.values())
+        assert self.pool.arena.used_bytes == used
+        for slot in range(self.pool.num_slots):
+            if slot in self.seed:
+                packed = PACKED[self.seed[slot]]
+                assert self.pool.resident_bytes(slot) == packed.nbytes
+            else:
+                assert all(table.host_rank[slot] == 0 for table in self.pool.tables)
+
+
+ACTIONS = st.tuples(
+    st.sampled_from(["install", "install", "pin", "unpin", "remove"]), st.integers(0, 9)
+)
+
+
+@given(st.lists(ACTIONS, max_size=25), st.integers(1, 4), st.floats(0.5, 2.5))
+@settings(max_examples=60, deadline=None)
+def test_pool_under_random_use(
+    actions: list[tuple[str, int]], num_slots: int, adapters: float
+) -> None:
+    model = Model(make_pool(num_slots, int(PACKED[1].nbytes * adapters)))
+    for action, number in actions:
+        model.act(action, number)
+        model.check()
+    for slot, seed in model.seed.items():
+        assert_slot_is(model.pool, slot, seed)
+
+
+def test_least_recently_used_unpinned_slot_leaves_first() -> None:
+    pool = make_pool(3, 1 << 20)
+    slots = [put(pool, PACKED[0]) for _ in range(3)]
+    pool.pin(slots[0])
+    pool.unpin(slots[0])  # used last
+    pool.pin(slots[1])  # in use
+    assert pool.make_room(PACKED[0].nbytes) == (slots[2],)
+    put(pool, PACKED[0])
+    assert pool.make_room(PACKED[0].nbytes) == (slots[0],)
+
+
+def test_nothing_is_evicted_when_it_would_not_help() -> None:
+    pool = make_pool(3, PACKED[1].nbytes + PACKED[0].nbytes)
+    pool.pin(put(pool, PACKED[0]))
+    idle = put(pool, PACKED[2])
+    assert pool.make_room(PACKED[1].nbytes + 16) is None
+    assert_slot_is(pool, idle, 2)
+
+
+def test_compaction_keeps_every_adapter_right() -> None:
+    seeds = (3, 2, 3, 4)
+    pool = make_pool(6, sum(PACKED[seed].nbytes for seed in seeds))
+    slots = [put(pool, PACKED[seed]) for seed in seeds]
+    pool.pin(slots[3])  # a running adapter may move, between two steps
+    pool.remove(slots[0])
+    pool.remove(slots[2])
+    hole = PACKED[3].nbytes
+    large = pack(adapter(TARGETS, 8, 2, ("experts", "q")), TARGETS, torch.float32)
+    assert hole < large.nbytes <= 2 * hole
+    assert pool.make_room(large.nbytes) == ()
+    pool.install(large)
+    pool.check_integrity()
+    assert pool.arena.used_bytes == PACKED[2].nbytes + PACKED[4].nbytes + large.nbytes
+    assert_slot_is(pool, slots[1], 2)
+    assert_slot_is(pool, slots[3], 4)
+
+
+def test_a_removed_slot_and_its_successor_show_nothing_stale() -> None:
+    pool = make_pool(1, 1 << 20)
+    full = put(pool, PACKED[1])
+    pool.remove(full)
+    pool.arena.buffer.fill_(float("nan"))
+    for site in TARGETS.sites:
+        assert not stored_delta(site, pool.tables[site.index], full, 0).any()
+    slot = put(pool, PACKED[0])  # q alone
+    assert slot == full
+    assert_slot_is(pool, slot, 0)
+    pool.check_integrity()
+
+
+@pytest.mark.parametrize("fault", ["rank", "offset", "host_rank", "stale"])
+def test_pool_integrity_check_sees_planted_faults(fault: str) -> None:
+    pool = make_pool(2, 1 << 20)
+    slot = put(pool, PACKED[2])
+    pool.check_integrity()
+    table = pool.tables[1]
+    if fault == "rank":
+        table.rank[slot] += 1
+    elif fault == "offset":
+        table.b_offset[0, slot] += 4
+    elif fault == "host_rank":
+        table.host_rank[slot] = 0
+    else:
+        table.rank[slot + 1] = 1
+    with pytest.raises(AssertionError):
+        pool.check_integrity()
+
+
+def test_pinned_slots_cannot_be_removed() -> None:
+    pool = make_pool(1, 1 << 20)
+    slot = put(pool, PACKED[0])
+    pool.pin(slot)
+    with pytest.raises(AssertionError, match="in use"):
+        pool.remove(slot)
+
+
+def test_tables_can_be_written_outside_inference_mode() -> None:
+    with torch.inference_mode():
+        pool = make_pool(2, 1 << 20)
+        slot = put(pool, PACKED[0])
+    pool.remove(slot)
+    pool.check_integrity()

@@ -1,0 +1,8 @@
+"""A model's modules with LoRA: each runs its base path alone until a row of the step needs more."""
+
+from vexpert.lora.layers.embedding import LoraEmbedding
+from vexpert.lora.layers.experts import experts_hooks
+from vexpert.lora.layers.linear import LoraLinear, LoraLmHead
+from vexpert.lora.layers.router import wrap_router
+
+__all__ = ["LoraEmbedding", "LoraLinear", "LoraLmHead", "experts_hooks", "wrap_router"]

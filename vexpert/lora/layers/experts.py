@@ -1,0 +1,73 @@
+"""LoRA on routed experts: the hooks that the MoE runner calls, or none."""
+
+from collections.abc import Callable
+
+import torch
+
+from vexpert.lora.layers.rows import RowGroups, SiteDelta
+from vexpert.lora.types import BatchView, ExpertsTarget, LoraState
+from vexpert.moe.types import MoeHooks, PairRows
+from vexpert.ops.backend import LoraBackend
+
+
+class _ExpertsLora:
+    """Both products of one experts layer; one grouping of the pairs serves them both."""
+
+    def __init__(self, target: ExpertsTarget, state: LoraState, backend: LoraBackend) -> None:
+        self.key = ("pairs", target.path)
+        self.state = state
+        self.gate_up = SiteDelta(target.gate_up, state, backend)
+        self.down = SiteDelta(target.down, state, backend)
+        up, down = self.after_gate_up, self.after_down
+        self._hooks = {
+            (False, False): None,
+            (True, False): MoeHooks(after_gate_up=up),
+            (False, True): MoeHooks(after_down=down),
+            (True, True): MoeHooks(after_gate_up=up, after_down=down),
+        }
+
+    def hooks(self) -> MoeHooks | None:
+        """The hooks of this step: only those whose product an active slot adapts."""
+        view = self.state.view
+        if view is None:
+            return None
+        return self._hooks[self.gate_up.is_adapted(view), self.down.is_adapted(view)]
+
+    def after_gate_up(
+        self, x: torch.Tensor, x_rows: torch.Tensor | None, y: torch.Tensor, rows: PairRows
+    ) -> None:
+        self._add(self.gate_up, x, x_rows, y, rows)
+
+    def after_down(
+        self, x: torch.Tensor, x_rows: torch.Tensor | None, y: torch.Tensor, rows: PairRows
+    ) -> None:
+        self._add(self.down, x, x_rows, y, rows)
+
+    def _add(
+        self,
+        delta: SiteDelta,
+        x: torch.Tensor,
+        x_rows: torch.Tensor | None,
+        y: torch.Tensor,
+        rows: PairRows,
+    ) -> None:
+        view = self.state.view
+        assert view is not None, "the hook outlived its step"
+        delta.add(view, self._groups(view, rows), x, y, x_rows)
+
+    def _groups(self, view: BatchView, rows: PairRows) -> RowGroups:
+        cached = self.state.cache.get(self.key)
+        if isinstance(cached, tuple) and cached[0] is rows:
+            groups = cached[1]
+            assert isinstance(groups, RowGroups)
+            return groups
+        groups = self.gate_up.group(view, view.slots[rows.token], rows.expert)
+        self.state.cache[self.key] = (rows, groups)
+        return groups
+
+
+def experts_hooks(
+    target: ExpertsTarget, state: LoraState, backend: LoraBackend
+) -> Callable[[], MoeHooks | None]:
+    """What to call at each step for the hooks of this layer; None: the base path alone."""
+    return _ExpertsLora(target, state, backend).hooks

@@ -1,0 +1,95 @@
+"""The rows of an activation matrix, grouped by adapter once for every site that has them."""
+
+from collections.abc import Hashable
+from dataclasses import dataclass
+
+import torch
+
+from vexpert.lora.types import BatchView, LoraState
+from vexpert.ops.backend import LoraBackend, Routing
+from vexpert.ops.types import LoraSite, SiteTable
+
+
+@dataclass(frozen=True)
+class RowGroups:
+    """Slot and expert of each row, and the routing over them (None on the classic path)."""
+
+    slots: torch.Tensor  # [R] int64, -1: base
+    experts: torch.Tensor | None  # [R] int64; None: a dense layer
+    routing: Routing | None
+
+
+class SiteDelta:
+    """Adds one site's delta to its output: what all LoRA layers share."""
+
+    def __init__(self, site: LoraSite, state: LoraState, backend: LoraBackend) -> None:
+        self.site = site
+        self.state = state
+        self.backend = backend
+
+    @property
+    def table(self) -> SiteTable:
+        assert self.state.tables is not None, "a view is set, but no adapter pool"
+        return self.state.tables[self.site.index]
+
+    def is_adapted(self, view: BatchView) -> bool:
+        """Whether an active slot adapts this site; decided on the host."""
+        ranks = self.table.host_rank
+        return any(ranks[slot] for slot in view.active_slots)
+
+    def group(
+        self, view: BatchView, slots: torch.Tensor, experts: torch.Tensor | None
+    ) -> RowGroups:
+        """Group rows by (slot, expert)."""
+        if not view.use_virtual_experts:
+            return RowGroups(slots, experts, None)
+        num_slots = len(self.table.host_rank)
+        routing = self.backend.route(slots, experts, self.site.num_experts, num_slots)
+        return RowGroups(slots, experts, routing)
+
+    def shared_group(self, view: BatchView, key: Hashable, slots: torch.Tensor) -> RowGroups:
+        """Group the rows of a dense layer, once per step for all layers with this `key`."""
+        groups = self.state.cache.get(key)
+        if groups is None:
+            groups = self.state.cache[key] = self.group(view, slots, None)
+        assert isinstance(groups, RowGroups)
+        return groups
+
+    def add(
+        self,
+        view: BatchView,
+        groups: RowGroups,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        x_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Add to y [R, out] in place the delta of x [R or fewer, in]; `x_rows` [R]: rows of x.
+
+        Computes in the arena's dtype whatever those of x and y are (routers may run in float32).
+        """
+        assert groups.slots.shape[0] == y.shape[0], (
+            f"{self.site.name}: {y.shape[0]} rows, but the step has {groups.slots.shape[0]}"
+        )
+        dtype = self.table.arena.dtype
+        x = x.to(dtype)
+        if y.dtype == dtype:
+            self._apply(view, groups, x, y, x_rows)
+            return
+        delta = torch.zeros_like(y, dtype=dtype)
+        self._apply(view, groups, x, delta, x_rows)
+        y.add_(delta)
+
+    def _apply(
+        self,
+        view: BatchView,
+        groups: RowGroups,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        x_rows: torch.Tensor | None,
+    ) -> None:
+        if groups.routing is not None:
+            self.backend.apply(x, y, self.site, self.table, groups.routing, x_rows)
+            return
+        self.backend.apply_per_adapter(
+            x, y, self.site, self.table, groups.slots, groups.experts, view.active_slots, x_rows
+        )

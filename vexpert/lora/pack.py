@@ -1,0 +1,221 @@
+"""One adapter as one contiguous host buffer, laid out as the device arena will hold it.
+
+Formula: slice i of a site adds `scale * B_i @ A_i @ x`. A is stored as [E or 1, R, in], R being the
+rows of all distinct A of the site; B as its transpose [E or 1, r, size] with the scale inside.
+"""
+
+from dataclasses import dataclass
+
+import torch
+
+from vexpert.errors import AdapterError
+from vexpert.lora.types import (
+    AdapterWeights,
+    EmbeddingTarget,
+    ExpertsFactors,
+    ExpertsTarget,
+    Factors,
+    LinearTarget,
+    Target,
+    TargetMap,
+)
+from vexpert.ops.types import LoraSite
+
+ALIGN_BYTES = 16  # widest load of a GPU thread
+
+
+def align_up(size: int, alignment: int) -> int:
+    """Smallest multiple of `alignment` that is at least `size`."""
+    return -(-size // alignment) * alignment
+
+
+@dataclass(frozen=True)
+class SiteEntry:
+    """One adapter's factors of one site: offsets and strides in elements, from the buffer's start.
+
+    A stride of 0 is a factor shared by all experts; the tuples have one item per output slice.
+    """
+
+    site: int
+    rank: int  # rows of A
+    a_offset: int
+    a_stride: int
+    slice_rank: tuple[int, ...]  # 0: this slice is not adapted
+    slice_column: tuple[int, ...]
+    b_offset: tuple[int, ...]
+    b_stride: tuple[int, ...]
+
+
+@dataclass(frozen=True)
+class PackedAdapter:
+    """An adapter ready for the arena. Immutable."""
+
+    buffer: torch.Tensor  # [N] on the host
+    entries: tuple[SiteEntry, ...]  # one per adapted site, by site index
+    rank: int  # largest rank of a single factor
+
+    @property
+    def nbytes(self) -> int:
+        return self.buffer.numel() * self.buffer.element_size()
+
+
+@dataclass(frozen=True)
+class _Piece:
+    """A part of the buffer and what to write there."""
+
+    offset: int
+    shape: tuple[int, int, int]
+    strides: tuple[int, int, int]
+    source: torch.Tensor  # broadcasts to `shape`
+    scale: float
+
+
+class _Plan:
+    """Places tensors one after another; writes them once the total is known."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.alignment = max(1, ALIGN_BYTES // dtype.itemsize)
+        self.size = 0
+        self.pieces: list[_Piece] = []
+
+    def _reserve(self, count: int) -> int:
+        offset = self.size
+        self.size = align_up(offset + count, self.alignment)
+        return offset
+
+    def rows(self, sources: list[torch.Tensor], scale: float = 1.0) -> tuple[int, int]:
+        """Place [L, r_i, width] tensors as one [E or 1, sum r_i, width]; its offset and stride."""
+        leading = max(source.shape[0] for source in sources)
+        total, width = sum(source.shape[1] for source in sources), sources[0].shape[2]
+        expert = total * width
+        offset = position = self._reserve(leading * expert)
+        for source in sources:
+            assert source.shape[0] in (1, leading), source.shape
+            assert source.shape[2] == width, source.shape
+            shape = (leading, source.shape[1], width)
+            self.pieces.append(_Piece(position, shape, (expert, width, 1), source, scale))
+            position += source.shape[1] * width
+        return offset, expert if leading > 1 else 0
+
+    def write(self, pin_memory: bool) -> torch.Tensor:
+        """The buffer [size]; padding is zero. Scales are folded in float32, then rounded."""
+        buffer = torch.zeros(self.size, dtype=self.dtype, pin_memory=pin_memory)
+        for piece in self.pieces:
+            source = piece.source
+            if piece.scale != 1.0:
+                source = source.to(torch.float32) * piece.scale
+            buffer.as_strided(piece.shape, piece.strides, piece.offset).copy_(source)
+        return buffer
+
+
+def _place_linear(plan: _Plan, site: LoraSite, factors: Factors) -> SiteEntry:
+    rank = factors.rank
+    assert len(site.slices) == 1, site.name
+    assert factors.a.shape == (1, rank, site.in_features), (site.name, factors.a.shape)
+    assert factors.b.shape == (1, site.out_features, rank), (site.name, factors.b.shape)
+    a_offset, _ = plan.rows([factors.a])
+    b_offset, _ = plan.rows([factors.b.transpose(1, 2)], factors.scale)
+    return SiteEntry(site.index, rank, a_offset, 0, (rank,), (0,), (b_offset,), (0,))
+
+
+def _place_embedding(plan: _Plan, site: LoraSite, factors: Factors) -> SiteEntry:
+    rank = factors.rank
+    assert factors.a.shape == (1, rank, site.num_experts), (site.name, factors.a.shape)
+    assert factors.b.shape == (1, site.out_features, rank), (site.name, factors.b.shape)
+    a_offset, a_stride = plan.rows([factors.a[0].t().unsqueeze(2)])
+    b_offset, _ = plan.rows([factors.b.transpose(1, 2)], factors.scale)
+    return SiteEntry(site.index, rank, a_offset, a_stride, (rank,), (0,), (b_offset,), (0,))
+
+
+def _place_experts(plan: _Plan, site: LoraSite, parts: list[Factors | None]) -> SiteEntry | None:
+    """One part per output slice of `site`; parts with one common `a` object store it once."""
+    sources: list[torch.Tensor] = []
+    columns: dict[int, int] = {}
+    rank = 0
+    for part in parts:
+        if part is not None and id(part.a) not in columns:
+            columns[id(part.a)] = rank
+            sources.append(part.a)
+            rank += part.rank
+    if not sources:
+        return None
+    a_offset, a_stride = plan.rows(sources)
+    blank = (0, 0)
+    placed = [
+        blank if part is None else plan.rows([part.b.transpose(1, 2)], part.scale) for part in parts
+    ]
+    return SiteEntry(
+        site.index,
+        rank,
+        a_offset,
+        a_stride,
+        tuple(0 if part is None else part.rank for part in parts),
+        tuple(0 if part is None else columns[id(part.a)] for part in parts),
+        tuple(offset for offset, _ in placed),
+        tuple(stride for _, stride in placed),
+    )
+
+
+def _check_experts(site: LoraSite, parts: list[Factors | None]) -> None:
+    assert len(parts) == len(site.slices), (site.name, len(parts))
+    for part, output in zip(parts, site.slices, strict=True):
+        if part is not None:
+            leading = {part.a.shape[0], part.b.shape[0]}
+            assert leading <= {1, site.num_experts}, (site.name, leading)
+            assert part.a.shape[1:] == (part.rank, site.in_features), (site.name, part.a.shape)
+            assert part.b.shape[1:] == (output.size, part.rank), (site.name, part.b.shape)
+
+
+def _place(plan: _Plan, target: Target, factors: Factors | ExpertsFactors) -> list[SiteEntry]:
+    if isinstance(target, ExpertsTarget):
+        assert isinstance(factors, ExpertsFactors), target.path
+        assert target.has_gate or factors.gate is None, target.path
+        gate_up = [factors.gate, factors.up] if target.has_gate else [factors.up]
+        products = [(target.gate_up, gate_up), (target.down, [factors.down])]
+        for site, parts in products:
+            _check_experts(site, parts)
+        entries = [_place_experts(plan, site, parts) for site, parts in products]
+        return [entry for entry in entries if entry is not None]
+    assert isinstance(factors, Factors), target.path
+    if isinstance(target, EmbeddingTarget):
+        return [_place_embedding(plan, target.site, factors)]
+    assert isinstance(target, LinearTarget), target.path
+    return [_place_linear(plan, target.site, factors)]
+
+
+def _largest_rank(modules: dict[str, Factors | ExpertsFactors]) -> int:
+    ranks = [0]
+    for module in modules.values():
+        parts = [module] if isinstance(module, Factors) else [module.gate, module.up, module.down]
+        ranks += [part.rank for part in parts if part is not None]
+    return max(ranks)
+
+
+def _check_finite(buffer: torch.Tensor) -> None:
+    """float16 alone can overflow where the file's own dtype does not."""
+    if buffer.dtype == torch.float16 and not bool(torch.isfinite(buffer).all()):
+        raise AdapterError(
+            "adapter has values beyond float16's range (65504) once its scale is applied; "
+            "serve with dtype bfloat16 or float32"
+        )
+
+
+def pack(
+    weights: AdapterWeights, targets: TargetMap, dtype: torch.dtype, pin_memory: bool = False
+) -> PackedAdapter:
+    """Lay out `weights` for the arena of a model with `targets`; every tensor starts at 16 bytes.
+
+    Raises AdapterError when a value does not fit `dtype`. Shapes are the reader's duty: asserted.
+    """
+    plan = _Plan(dtype)
+    entries: list[SiteEntry] = []
+    for path, factors in weights.modules.items():
+        entries += _place(plan, targets.targets[path], factors)
+    entries.sort(key=lambda entry: entry.site)
+    for entry in entries:
+        site = targets.sites[entry.site]
+        assert 0 < entry.rank <= site.max_rank, (site.name, entry.rank, site.max_rank)
+    buffer = plan.write(pin_memory)
+    _check_finite(buffer)
+    return PackedAdapter(buffer, tuple(entries), _largest_rank(weights.modules))

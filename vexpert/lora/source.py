@@ -1,0 +1,89 @@
+"""Where an adapter comes from: its files, whether they changed, and how they are read."""
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Protocol
+
+import torch
+
+from vexpert.errors import AdapterError
+from vexpert.lora.pack import PackedAdapter, pack
+from vexpert.lora.types import AdapterWeights, TargetMap
+
+FILE_TYPES = {".json", ".safetensors", ".bin", ".pt"}
+
+
+class AdapterReader(Protocol):
+    """Reads a folder into canonical form, or raises AdapterError."""
+
+    def __call__(
+        self,
+        path: Path,
+        targets: TargetMap,
+        *,
+        max_rank: int,
+        lora_B_layout: str | None = None,
+    ) -> AdapterWeights: ...
+
+
+Fingerprint = tuple[tuple[str, int, int], ...]  # (name, bytes, mtime in ns) of each file
+
+
+def fingerprint(path: Path) -> Fingerprint:
+    """What tells one state of an adapter's files from another; empty if there are none."""
+    files = sorted(path.iterdir()) if path.is_dir() else [path]
+    stats = [(file.name, file.stat()) for file in files if file.suffix in FILE_TYPES]
+    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def observe(path: Path) -> Fingerprint:
+    """`fingerprint`, with an AdapterError when the files cannot be looked at."""
+    if not path.exists():
+        raise AdapterError(
+            f"adapter path {str(path)!r} does not exist; "
+            "give a folder with adapter_config.json and its weights"
+        )
+    try:
+        return fingerprint(path)
+    except OSError as error:
+        raise AdapterError(
+            f"adapter path {str(path)!r} cannot be read: {error.strerror}"
+        ) from error
+
+
+@dataclass(frozen=True)
+class HostCopy:
+    """An adapter packed in host memory."""
+
+    packed: PackedAdapter
+    files: Fingerprint
+    warnings: tuple[str, ...]
+
+
+@dataclass(frozen=True)
+class AdapterLoader:
+    """Reads and packs adapters of one model; safe to call from many threads at once."""
+
+    reader: AdapterReader
+    targets: TargetMap
+    max_rank: int
+    dtype: torch.dtype
+    pin_memory: bool
+
+    def load(
+        self, path: Path, lora_b_layout: str | None, expected: Fingerprint | None = None
+    ) -> HostCopy:
+        """Read the files of `path`; AdapterError if they differ from `expected`, when given."""
+        files = observe(path)
+        if expected is not None and files != expected:
+            raise AdapterError(
+                f"the files of {str(path)!r} changed or vanished since the adapter was loaded; "
+                "load it again with load_inplace to serve what is there now"
+            )
+        weights = self.reader(
+            path, self.targets, max_rank=self.max_rank, lora_B_layout=lora_b_layout
+        )
+        packed = pack(weights, self.targets, self.dtype, self.pin_memory)
+        if observe(path) != files:
+            raise AdapterError(f"the files of {str(path)!r} changed while read; load it again")
+        return HostCopy(packed, files, weights.warnings)

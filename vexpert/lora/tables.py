@@ -1,0 +1,97 @@
+"""All site tables of one pool: one device tensor, one host mirror, views of both.
+
+| rows of a site, from its first | holds |
+|---|---|
+| 0, 1, 2 | rank, a_offset, a_stride |
+| 3 ... 3 + n | slice_rank of each of the n output slices |
+| then n each | slice_column, b_offset, b_stride |
+
+Columns are slots. A slot's change is one column, so it is one small copy whatever the model's size.
+"""
+
+import torch
+
+from vexpert.lora.pack import SiteEntry
+from vexpert.ops.types import LoraSite, SiteTable
+
+
+def site_values(entry: SiteEntry, base: int) -> list[int]:
+    """The rows of one site for an adapter that lies at element `base` of the arena."""
+    offsets = [
+        base + offset if rank else 0
+        for offset, rank in zip(entry.b_offset, entry.slice_rank, strict=True)
+    ]
+    head = [entry.rank, base + entry.a_offset, entry.a_stride]
+    return [*head, *entry.slice_rank, *entry.slice_column, *offsets, *entry.b_stride]
+
+
+def extent(entry: SiteEntry, site: LoraSite) -> int:
+    """First element past every factor of `entry`, from the adapter's start."""
+    last = site.num_experts - 1
+    ends = [entry.a_offset + last * entry.a_stride + entry.rank * site.in_features]
+    for i, output in enumerate(site.slices):
+        start = entry.b_offset[i] + last * entry.b_stride[i]
+        ends.append(start + entry.slice_rank[i] * output.size)
+    return max(ends)
+
+
+class Tables:
+    """SiteTables of every site over `num_slots` slots, all zero at first: no slot adapts anything.
+
+    `site_tables[i]` belongs to `sites[i]`; they are views, so writing a slot updates them in place.
+    """
+
+    def __init__(self, sites: tuple[LoraSite, ...], num_slots: int, arena: torch.Tensor) -> None:
+        self.first_row: list[int] = []
+        rows = 0
+        for site in sites:
+            self.first_row.append(rows)
+            rows += 3 + 4 * len(site.slices)
+        self.host = torch.zeros(rows, num_slots, dtype=torch.int64)
+        self.device = torch.zeros(rows, num_slots, dtype=torch.int64, device=arena.device)
+        self.site_tables = tuple(
+            self._view(first, len(site.slices), arena)
+            for first, site in zip(self.first_row, sites, strict=True)
+        )
+
+    def _view(self, first: int, slices: int, arena: torch.Tensor) -> SiteTable:
+        row = first + 3
+        parts = [self.device[row + i * slices : row + (i + 1) * slices] for i in range(4)]
+        return SiteTable(
+            arena=arena,
+            rank=self.device[first],
+            a_offset=self.device[first + 1],
+            a_stride=self.device[first + 2],
+            slice_rank=parts[0],
+            slice_column=parts[1],
+            b_offset=parts[2],
+            b_stride=parts[3],
+            host_rank=[0] * self.host.shape[1],
+        )
+
+    def column(self, entries: tuple[SiteEntry, ...], base: int) -> torch.Tensor:
+        """What column a slot must have, [rows] on the host; no entries: all zero."""
+        values = [0] * self.host.shape[0]
+        for entry in entries:
+            row = self.first_row[entry.site]
+            site = site_values(entry, base)
+            values[row : row + len(site)] = site
+        return torch.tensor(values, dtype=torch.int64)
+
+    def write(self, slot: int, entries: tuple[SiteEntry, ...], base: int = 0) -> None:
+        """Set one slot in the mirror, the device tables and the host ranks."""
+        column = self.column(entries, base)
+        self.host[:, slot] = column
+        self.device[:, slot] = column.to(self.device.device)
+        for table in self.site_tables:
+            table.host_rank[slot] = 0
+        for entry in entries:
+            self.site_tables[entry.site].host_rank[slot] = entry.rank
+
+    def check_slot(self, slot: int, entries: tuple[SiteEntry, ...], base: int) -> None:
+        """Assert that mirror, device and host ranks say exactly what `entries` at `base` are."""
+        expected = self.column(entries, base)
+        assert torch.equal(self.host[:, slot], expected), f"host table of slot {slot} is wrong"
+        assert torch.equal(self.device[:, slot].cpu(), expected), f"device table of slot {slot}"
+        for first, table in zip(self.first_row, self.site_tables, strict=True):
+            assert table.host_rank[slot] == int(expected[first]), f"host rank of slot {slot}"
