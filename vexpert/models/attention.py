@@ -172,7 +172,7 @@ def _attend(
     else:
         out = _explicit(q, key, value, mask, softmax)
     split = out.unflatten(2, (-1, group.q))  # [n, Hkv, G, q, d]
-    return split.permute(0, 3, 1, 2, 4).reshape(n * group.q, -1, out.shape[-1])
+    return split.permute(0, 3, 1, 2, 4).reshape(n * group.q, -1, out.shape[-1]).contiguous()
 
 
 def _explicit(

@@ -137,6 +137,18 @@ def _attached(model: nn.Module, probe: Probe) -> Iterator[None]:
             del module.__dict__["vexpert_probe"]
 
 
+def _run(model: Any, probe: Probe, inputs: dict[str, Any]) -> torch.Tensor:
+    """The observed pass; ModelError if the model asks a stand-in for what it does not have."""
+    try:
+        with _attached(model, probe), torch.inference_mode():
+            logits: torch.Tensor = model(**inputs).logits
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} needs more than attention over a KV cache: {error}"
+        ) from error
+    return logits
+
+
 def observe(model: Any, cache_name: str, num_layers: int) -> Probe:
     """Run `model` (with this probe's attention set) over a few tokens; its notes.
 
@@ -153,13 +165,15 @@ def observe(model: Any, cache_name: str, num_layers: int) -> Probe:
         "use_cache": False,
         cache_name: probe,
     }
-    with _attached(model, probe), torch.inference_mode():
-        logits = model(**inputs).logits
+    logits = _run(model, probe, inputs)
     if tuple(logits.shape[:2]) != (1, LOGITS):
         raise ModelError(f"{type(model).__name__} does not give logits of chosen rows")
-    if len(probe.calls) < num_layers:
+    modules = [call.module for call in probe.calls]
+    if len(set(modules)) < len(modules):
+        raise ModelError(f"{type(model).__name__} runs a layer more than once in one pass")
+    if len(modules) < num_layers:
         raise ModelError(
-            f"{type(model).__name__}: {len(probe.calls)} of its {num_layers} layers run attention "
+            f"{type(model).__name__}: {len(modules)} of its {num_layers} layers run attention "
             "through AttentionInterface; others keep a state that is not a KV cache"
         )
     probe.vocab_size = logits.shape[-1]
