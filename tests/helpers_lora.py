@@ -239,6 +239,7 @@ class ReferenceBackend:
     ) -> None:
         assert x.dtype == y.dtype == table.arena.dtype
         assert routing.num_experts == site.num_experts
+        assert len(routing.slots) == len(y), f"{len(y)} rows, but the step has {len(routing.slots)}"
         self.applies.append(site.name)
         for row, slot in enumerate(routing.slots.tolist()):
             expert = 0 if routing.experts is None else int(routing.experts[row])
