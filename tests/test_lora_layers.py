@@ -4,7 +4,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
-from helpers_lora import (
+from helpers_adapters import (
     EXPERTS,
     HIDDEN,
     INNER,

@@ -6,7 +6,7 @@ from random import Random
 
 import pytest
 import torch
-from helpers_lora import adapter, canonical_delta, stored_delta, tiny_targets
+from helpers_adapters import adapter, canonical_delta, stored_delta, tiny_targets
 
 from vexpert.config import EngineConfig
 from vexpert.errors import AdapterError, AdapterNotFoundError, ConfigError

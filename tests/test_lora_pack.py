@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers_lora import (
+from helpers_adapters import (
     EXPERT_KINDS,
     EXPERTS,
     HIDDEN,

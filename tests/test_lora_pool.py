@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from helpers_lora import adapter, canonical_delta, stored_delta, tiny_targets
+from helpers_adapters import adapter, canonical_delta, stored_delta, tiny_targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

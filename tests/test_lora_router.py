@@ -5,8 +5,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_lora import EXPERTS, HIDDEN, ReferenceBackend, adapter, begin, canonical_delta
-from helpers_lora import tiny_targets as make_targets
+from helpers_adapters import EXPERTS, HIDDEN, ReferenceBackend, adapter, begin, canonical_delta
+from helpers_adapters import tiny_targets as make_targets
 from torch import nn
 from torch.nn import functional
 
