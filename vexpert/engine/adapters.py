@@ -19,7 +19,7 @@ class AdapterSource(Protocol):
         name: str,
         path: str,
         *,
-        lora_B_layout: str | None = None,  # noqa: N803 (the key of adapter_config.json)
+        lora_B_layout: str | None = None,
         load_inplace: bool = False,
     ) -> AdapterInfo: ...
 
@@ -56,7 +56,7 @@ class NoAdapters:
         name: str,
         path: str,
         *,
-        lora_B_layout: str | None = None,  # noqa: N803
+        lora_B_layout: str | None = None,
         load_inplace: bool = False,
     ) -> AdapterInfo:
         raise AdapterError(f"cannot load adapter {name!r}: this engine has enable_lora=False")

@@ -178,7 +178,7 @@ class Engine:
         name: str,
         path: str,
         *,
-        lora_B_layout: str | None = None,  # noqa: N803 (the key of adapter_config.json)
+        lora_B_layout: str | None = None,
         load_inplace: bool = False,
     ) -> AdapterInfo:
         """Load an adapter from a folder; from any thread. AdapterError says why it is refused."""

@@ -105,7 +105,7 @@ class LLM:
 
     def _run(
         self,
-        prompts: list[tuple[str | None, list[int]]],
+        prompts: Sequence[tuple[str | None, list[int]]],
         sampling_params: SamplingParams | Sequence[SamplingParams] | None,
         adapter: str | Sequence[str | None] | None,
         use_tqdm: bool,

@@ -14,11 +14,11 @@ from vexpert.models.types import ServedModel, StepInput
 
 
 class PromptRows(NamedTuple):
-    """Prompt positions `first .. first + count - 1` whose next token's log-probability is due."""
+    """Prompt positions `first .. first + size - 1` whose next token's log-probability is due."""
 
     sequence: Sequence
     first: int
-    count: int
+    size: int
 
 
 class StepResult(NamedTuple):
@@ -27,7 +27,7 @@ class StepResult(NamedTuple):
     sampled: list[Sequence]  # sequences whose next token is due
     sample_logits: torch.Tensor  # [len(sampled), V]
     prompt_rows: list[PromptRows]
-    prompt_logits: torch.Tensor  # [sum of counts, V]
+    prompt_logits: torch.Tensor  # [sum of sizes, V]
 
 
 class Runner:
@@ -41,14 +41,14 @@ class Runner:
 
     def run(self, chunks: list[Chunk]) -> StepResult:
         """One forward pass over `chunks`; writes their KV."""
-        sampled = [c.sequence for c in chunks if c.start + c.count == len(c.sequence.tokens)]
-        prompt_rows = [rows for chunk in chunks if (rows := _prompt_rows(chunk)).count > 0]
+        sampled = [c.sequence for c in chunks if c.start + c.size == len(c.sequence.tokens)]
+        prompt_rows = [rows for chunk in chunks if (rows := _prompt_rows(chunk)).size > 0]
         logits = self._model.forward(self._step_input(chunks, prompt_rows))
         split = len(sampled)
         return StepResult(sampled, logits[:split], prompt_rows, logits[split:])
 
     def _step_input(self, chunks: list[Chunk], prompt_rows: list[PromptRows]) -> StepInput:
-        counts = np.array([chunk.count for chunk in chunks])
+        counts = np.array([chunk.size for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         slots = np.array([chunk.sequence.slot for chunk in chunks])
         ends = np.cumsum(counts)
@@ -85,16 +85,16 @@ def _prompt_rows(chunk: Chunk) -> PromptRows:
         return PromptRows(sequence, 0, 0)
     first = max(chunk.start, sequence.num_prompt_rows_done())
     last = len(sequence.request.prompt_token_ids) - 1  # its next token is not in the prompt
-    return PromptRows(sequence, first, min(chunk.start + chunk.count, last) - first)
+    return PromptRows(sequence, first, min(chunk.start + chunk.size, last) - first)
 
 
 def _token_ids(chunks: list[Chunk]) -> np.ndarray:
     token_ids: list[int] = []
-    for sequence, start, count in chunks:
-        if count == 1:
+    for sequence, start, size in chunks:
+        if size == 1:
             token_ids.append(sequence.tokens[start])
         else:
-            token_ids += sequence.tokens[start : start + count]
+            token_ids += sequence.tokens[start : start + size]
     return np.array(token_ids, dtype=np.int64)
 
 
@@ -109,10 +109,10 @@ def _block_tables(chunks: list[Chunk]) -> np.ndarray:
 
 def _logit_rows(chunks: list[Chunk], ends: np.ndarray, prompt_rows: list[PromptRows]) -> np.ndarray:
     """Rows to sample from, in order of the chunks, then the prompt rows."""
-    is_last = [c.start + c.count == len(c.sequence.tokens) for c in chunks]
-    rows = ends[np.array(is_last)] - 1
+    is_last = [c.start + c.size == len(c.sequence.tokens) for c in chunks]
+    rows: np.ndarray = ends[np.array(is_last)] - 1
     if not prompt_rows:
         return rows
-    begin = {id(c.sequence): end - c.count - c.start for c, end in zip(chunks, ends, strict=True)}
-    spans = [begin[id(r.sequence)] + np.arange(r.first, r.first + r.count) for r in prompt_rows]
+    begin = {id(c.sequence): end - c.size - c.start for c, end in zip(chunks, ends, strict=True)}
+    spans = [begin[id(r.sequence)] + np.arange(r.first, r.first + r.size) for r in prompt_rows]
     return np.concatenate([rows, *spans])

@@ -22,11 +22,11 @@ MAX_PASSED = 64
 
 
 class Chunk(NamedTuple):
-    """Tokens `start .. start + count - 1` of a sequence, computed in one step."""
+    """Tokens `start .. start + size - 1` of a sequence, computed in one step."""
 
     sequence: Sequence
     start: int
-    count: int
+    size: int
 
 
 def _arrival(sequence: Sequence) -> int:
@@ -75,7 +75,7 @@ class Scheduler:
         """The chunk's KV is written: advance the sequence and publish the blocks it filled."""
         sequence, size = chunk.sequence, self.pool.block_size
         filled = sequence.num_computed // size
-        sequence.num_computed += chunk.count
+        sequence.num_computed += chunk.size
         full = sequence.num_computed // size
         if self.enable_prefix_caching and full > filled:
             digests = sequence.digests(full, size)
@@ -116,9 +116,9 @@ class Scheduler:
         return budget
 
     def _add_chunk(self, chunks: list[Chunk], sequence: Sequence, budget: int) -> int:
-        count = min(len(sequence.tokens) - sequence.num_computed, budget)
-        chunks.append(Chunk(sequence, sequence.num_computed, count))
-        return count
+        size = min(len(sequence.tokens) - sequence.num_computed, budget)
+        chunks.append(Chunk(sequence, sequence.num_computed, size))
+        return size
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
         turns = Turns(self.max_passed)

@@ -27,7 +27,7 @@ class Staging:
             at += array.size
         on_device = self._buffer[:total].to(self._device, non_blocking=True)
         self._mark_copied()
-        parts = on_device.split([array.size for array in arrays])
+        parts = torch.split(on_device, [array.size for array in arrays])
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
     def _reserve(self, size: int) -> np.ndarray:
@@ -41,5 +41,5 @@ class Staging:
 
     def _mark_copied(self) -> None:
         if self._device.type == "cuda":
-            self._copied = self._copied or torch.cuda.Event()
+            self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
             self._copied.record()
