@@ -5,6 +5,7 @@ computed it. Logits hash all entries of the context, read through the block tabl
 of the row's own adapter. A wrong block, slot, position or a stale entry changes every logit.
 """
 
+import dataclasses
 import itertools
 from dataclasses import dataclass, field
 from typing import Any
@@ -113,11 +114,26 @@ class FakeManager:
         assert not any(self.holds.values()), f"held: {self.holds}"
 
 
+def on_host(step: StepInput) -> StepInput:
+    """The same step with all tensors on the CPU."""
+    names = ("token_ids", "positions", "block_tables", "cache_rows", "logit_rows")
+    view = step.lora
+    if view is not None:
+        slots, logit_slots = view.slots.cpu(), view.logit_slots.cpu()
+        view = dataclasses.replace(view, slots=slots, logit_slots=logit_slots)
+    tensors = {name: getattr(step, name).cpu() for name in names}
+    return dataclasses.replace(step, **tensors, lora=view)
+
+
 class FakeModel:
     """Implements ServedModel; `steps` keeps the inputs of all steps when `record` is set."""
 
     def __init__(
-        self, manager: FakeManager, max_model_len: int = 64, vocab_size: int = VOCAB
+        self,
+        manager: FakeManager,
+        max_model_len: int = 64,
+        vocab_size: int = VOCAB,
+        device: str = "cpu",
     ) -> None:
         self.info = ModelInfo(
             name="fake",
@@ -126,7 +142,7 @@ class FakeModel:
             max_model_len=max_model_len,
             eos_token_ids=(EOS,),
             dtype=torch.float32,
-            device=torch.device("cpu"),
+            device=torch.device(device),
             weight_bytes=0,
             cache_bytes_per_token=BYTES_PER_TOKEN,
         )
@@ -145,6 +161,7 @@ class FakeModel:
     def forward(self, step: StepInput) -> torch.Tensor:
         if self.record:
             self.steps.append(step)
+        step = on_host(step)
         self._check(step)
         slots = np.full(len(step.token_ids), -1)
         if step.lora is not None:
@@ -154,7 +171,7 @@ class FakeModel:
         tokens, positions = step.token_ids.numpy(), step.positions.numpy()
         entries = (tokens * 1_000_003 + positions * 10_007 + contents * 97 + 12_345) % PRIME
         self.cache[step.cache_rows.numpy()] = entries
-        return self._logits(step, contents)
+        return self._logits(step, contents).to(self.info.device)
 
     def _check(self, step: StepInput) -> None:
         total = len(step.token_ids)
@@ -227,6 +244,7 @@ def make_engine(
     adapters: tuple[str, ...] = ("red", "green", "blue", "grey"),
     vocab_size: int = VOCAB,
     tokenizer: Any = None,
+    device: str = "cpu",
     **options: Any,
 ) -> Engine:
     """An engine on the fakes; each adapter's content comes from its name as its path."""
@@ -237,7 +255,7 @@ def make_engine(
         manager.load(name, name)
     return Engine(
         EngineConfig(max_loras=num_slots, **options),
-        model=FakeModel(manager, max_model_len, vocab_size),
+        model=FakeModel(manager, max_model_len, vocab_size, device),
         tokenizer=tokenizer or FakeTokenizer(),
         adapters=manager,
     )

@@ -4,6 +4,7 @@ import random
 from typing import Any
 
 import pytest
+import torch
 from helpers_engine import VOCAB, FakeManager, greedy, make_engine, manager_of, run_all, run_one
 
 from vexpert.engine import block_pool, request
@@ -108,6 +109,17 @@ def test_aborts_change_nothing_for_the_others(seed: int) -> None:
     expected = alone(work)
     for number in set(range(16)) - victims:
         assert facts(last[str(number)]) == expected[number]
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")
+def test_mixed_on_a_gpu_equals_one_by_one_on_the_cpu() -> None:
+    rng = random.Random(3)
+    work = random_work(rng, 12)
+    engine = make_engine(device="cuda", **TIGHT)
+    on_gpu, on_cpu = together(engine, work, rng), alone(work)
+    for (gpu_rows, _), (cpu_rows, _) in zip(on_gpu, on_cpu, strict=True):
+        assert [row[:2] for row in gpu_rows] == [row[:2] for row in cpu_rows]
 
 
 def mixed_differs() -> bool:

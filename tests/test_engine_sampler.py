@@ -5,7 +5,8 @@ import math
 import pytest
 import torch
 
-from vexpert.engine.logit_adjust import truncate
+from vexpert.engine import logit_adjust
+from vexpert.engine.logit_adjust import apply_min_p, keep_top
 from vexpert.engine.logprobs import token_logprobs
 from vexpert.engine.sampler import Sampler
 from vexpert.engine.sampler_state import SamplerState
@@ -25,6 +26,11 @@ def state(prompt: tuple[int, ...] = (), output: tuple[int, ...] = (), **options:
 
 def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
     return torch.randn(rows, VOCAB, generator=torch.Generator().manual_seed(seed)) * 2
+
+
+def truncate(logits: torch.Tensor, rows: list[SamplerState]) -> torch.Tensor:
+    logits = apply_min_p(logits, rows)
+    return keep_top(logits, rows) if all(row.is_ranked for row in rows) else logits
 
 
 def kept(logits: torch.Tensor, **options: object) -> set[int]:
@@ -69,9 +75,25 @@ def test_truncation_keeps_the_exact_set(options: dict[str, float], seed: int) ->
 
 def test_truncation_of_a_mixed_batch_equals_row_by_row() -> None:
     logits = random_logits(4)
-    rows = [state(top_k=3), state(top_p=0.4), state(min_p=0.3), state(top_k=6, top_p=0.6)]
+    rows = [
+        state(top_k=3),
+        state(top_p=0.4),
+        state(top_p=0.9, min_p=0.3),
+        state(top_k=6, top_p=0.6),
+    ]
     alone = [truncate(logits[i : i + 1], [rows[i]]) for i in range(4)]
     assert torch.equal(truncate(logits, rows), torch.cat(alone))
+
+
+@pytest.mark.parametrize("top_p", [0.3, 0.95])
+def test_sorting_few_candidates_gives_what_sorting_all_gives(
+    monkeypatch: pytest.MonkeyPatch, top_p: float
+) -> None:
+    logits = random_logits(3)
+    rows = [state(top_p=top_p), state(top_k=2, top_p=0.8), state(top_k=60, top_p=top_p)]
+    everything = truncate(logits, rows)
+    monkeypatch.setattr(logit_adjust, "FIRST_WIDTH", 6)  # enough for 0.3, not for 0.95
+    assert torch.equal(truncate(logits, rows), everything)
 
 
 def test_equal_tokens_at_the_border_are_taken_in_order_of_id() -> None:

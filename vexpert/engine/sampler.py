@@ -4,7 +4,7 @@ from typing import NamedTuple
 
 import torch
 
-from vexpert.engine.logit_adjust import add_biases, apply_penalties, truncate
+from vexpert.engine.logit_adjust import add_biases, apply_min_p, apply_penalties, keep_top
 from vexpert.engine.logprobs import TokenLogprobs, token_logprobs
 from vexpert.engine.sampler_state import SamplerState
 
@@ -58,12 +58,14 @@ class Sampler:
     def _draw(self, logits: torch.Tensor, rows: list[SamplerState]) -> torch.Tensor:
         temperature = torch.tensor([row.params.temperature for row in rows], device=logits.device)
         scaled = logits / temperature[:, None]
-        cut = [i for i, row in enumerate(rows) if row.is_truncated]
-        if len(cut) == len(rows):
-            scaled = truncate(scaled, rows)
-        elif cut:
-            where = torch.tensor(cut, device=logits.device)
-            scaled[where] = truncate(scaled[where], [rows[i] for i in cut])
+        if any(row.params.min_p > 0.0 for row in rows):
+            scaled = apply_min_p(scaled, rows)
+        ranked = [i for i, row in enumerate(rows) if row.is_ranked]
+        if len(ranked) == len(rows):
+            scaled = keep_top(scaled, rows)
+        elif ranked:
+            where = torch.tensor(ranked, device=logits.device)
+            scaled[where] = keep_top(scaled[where], [rows[i] for i in ranked])
         cumulative = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         target = self._uniforms(rows).to(logits.device)[:, None] * total

@@ -58,7 +58,7 @@ class SamplerState:
         self._stop_tokens = (*eos_token_ids, *params.stop_token_ids)
         self._num_output = 0
         self.is_greedy = params.is_greedy
-        self.is_truncated = params.top_k > 0 or params.top_p < 1.0 or params.min_p > 0.0
+        self.is_ranked = params.top_k > 0 or params.top_p < 1.0
         self._adjusts = self.has_penalties or bool(params.logit_bias)
 
     @property
