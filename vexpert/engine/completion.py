@@ -60,7 +60,7 @@ class Completer:
 
 
 def request_output(request: Request) -> RequestOutput:
-    """The request's state now. Lists are shared with the engine and grow with later steps."""
+    """The request's state now; copies nothing, so a step costs the same at any length."""
     return RequestOutput(
         request_id=request.id,
         prompt=request.prompt,
