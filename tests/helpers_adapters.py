@@ -1,6 +1,6 @@
-"""A small model's targets, random adapters and their dense deltas, and a slow backend."""
+"""A small model's targets, random adapters and their dense deltas, and a backend that counts."""
 
-from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 
@@ -15,6 +15,8 @@ from vexpert.lora.types import (
     LoraState,
     TargetMap,
 )
+from vexpert.ops.torch_backend import TorchBackend
+from vexpert.ops.torch_routing import TorchRouting
 from vexpert.ops.types import LoraSite, OutputSlice, SiteTable
 
 HIDDEN, INNER, EXPERTS, VOCAB, MAX_RANK = 16, 12, 4, 20, 8
@@ -193,75 +195,37 @@ def stored_delta(site: LoraSite, table: SiteTable, slot: int, expert: int) -> to
     if rank == 0:
         return result
     start = int(table.a_offset[slot]) + expert * int(table.a_stride[slot])
-    a = table.arena[start : start + rank * site.in_features].view(rank, -1).float()
+    a = table.arena[start : start + rank * site.in_features].view(rank, -1).float().cpu()
     for i, output in enumerate(site.slices):
         r, column = int(table.slice_rank[i, slot]), int(table.slice_column[i, slot])
         if r:
             at = int(table.b_offset[i, slot]) + expert * int(table.b_stride[i, slot])
-            b_t = table.arena[at : at + r * output.size].view(r, output.size).float()
+            b_t = table.arena[at : at + r * output.size].view(r, output.size).float().cpu()
             end = output.start + output.size * output.stride
             result[output.start : end : output.stride] = b_t.t() @ a[column : column + r]
     return result
 
 
-@dataclass(frozen=True)
-class RowList:
-    """The reference backend's routing: the rows as they are."""
+class CountingBackend(TorchBackend):
+    """The CPU's backend; its counts show what a layer asked for."""
 
-    slots: torch.Tensor
-    experts: torch.Tensor | None
-    num_experts: int
+    def __init__(self) -> None:
+        super().__init__()
+        self.routes = 0
+        self.applied: list[str] = []
+        self.classic: list[str] = []
 
-
-@dataclass
-class ReferenceBackend:
-    """One row at a time. Counts its calls, so that tests see what a layer asked for."""
-
-    routes: int = 0
-    applies: list[str] = field(default_factory=list)
-    classic: list[str] = field(default_factory=list)
-
-    def route(
-        self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
-    ) -> RowList:
-        assert int(slots.max()) < num_slots
+    def route(self, *args: Any) -> TorchRouting:
         self.routes += 1
-        return RowList(slots, experts, num_experts)
+        return super().route(*args)
 
-    def apply(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        site: LoraSite,
-        table: SiteTable,
-        routing: RowList,
-        x_rows: torch.Tensor | None = None,
-    ) -> None:
-        assert x.dtype == y.dtype == table.arena.dtype
-        assert routing.num_experts == site.num_experts
-        assert len(routing.slots) == len(y), f"{len(y)} rows, but the step has {len(routing.slots)}"
-        self.applies.append(site.name)
-        for row, slot in enumerate(routing.slots.tolist()):
-            expert = 0 if routing.experts is None else int(routing.experts[row])
-            if slot < 0 or not 0 <= expert < site.num_experts:
-                continue
-            source = row if x_rows is None else int(x_rows[row])
-            y[row] += (stored_delta(site, table, slot, expert) @ x[source].float()).to(y.dtype)
+    def apply(self, x: Any, y: Any, site: LoraSite, *args: Any) -> None:
+        self.applied.append(site.name)
+        super().apply(x, y, site, *args)
 
-    def apply_per_adapter(
-        self,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        site: LoraSite,
-        table: SiteTable,
-        slots: torch.Tensor,
-        experts: torch.Tensor | None,
-        active_slots: tuple[int, ...],
-        x_rows: torch.Tensor | None = None,
-    ) -> None:
-        assert {slot for slot in slots.tolist() if slot >= 0} <= set(active_slots)
+    def apply_per_adapter(self, x: Any, y: Any, site: LoraSite, *args: Any) -> None:
         self.classic.append(site.name)
-        self.apply(x, y, site, table, RowList(slots, experts, site.num_experts), x_rows)
+        super().apply_per_adapter(x, y, site, *args)
 
 
 def view_of(slots: list[int], logit_slots: list[int] | None = None) -> BatchView:

@@ -230,6 +230,24 @@ def test_a_removed_slot_and_its_successor_show_nothing_stale() -> None:
     pool.check_integrity()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_install_evict_and_compact_on_a_gpu() -> None:
+    packed = {
+        seed: pack(weights, TARGETS, torch.float32, pin_memory=True)
+        for seed, weights in KINDS.items()
+    }
+    size = packed[1].nbytes + packed[4].nbytes
+    pool = SlotPool(TARGETS, 3, size, torch.device("cuda"), torch.float32)
+    put(pool, packed[2])
+    kept = put(pool, packed[4])
+    pool.pin(kept)
+    largest = put(pool, packed[1])  # evicts slot 0, and moves what is pinned
+    pool.check_integrity()
+    assert_slot_is(pool, kept, 4)
+    assert_slot_is(pool, largest, 1)
+
+
 @pytest.mark.parametrize("fault", ["rank", "offset", "host_rank", "stale"])
 def test_pool_integrity_check_sees_planted_faults(fault: str) -> None:
     pool = make_pool(2, 1 << 20)

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from helpers_adapters import EXPERTS, HIDDEN, ReferenceBackend, adapter, begin, canonical_delta
+from helpers_adapters import EXPERTS, HIDDEN, CountingBackend, adapter, begin, canonical_delta
 from helpers_adapters import tiny_targets as make_targets
 from torch import nn
 from torch.nn import functional
@@ -95,7 +95,7 @@ def logits_of(outputs: object) -> torch.Tensor:
 def test_each_row_is_routed_by_its_own_adapter(model: str, name: str) -> None:
     plain, router = build(model, name, torch.float32), build(model, name, torch.float32)
     state, target = serve(torch.float32)
-    assert wrap_router(router, target, state, ReferenceBackend()) is router
+    assert wrap_router(router, target, state, CountingBackend()) is router
     hidden, extra = torch.randn(len(SLOTS), HIDDEN), extra_args(model)
     base = rows_of(plain(hidden, *extra))
     for got, want in zip(rows_of(router(hidden, *extra)), base, strict=True):
@@ -125,7 +125,7 @@ def test_routers_in_bfloat16_models_keep_their_float32_base_rows(model: str) -> 
     state, target = serve(torch.bfloat16)
     hidden = torch.randn(len(SLOTS), HIDDEN, dtype=torch.bfloat16)
     base = logits_of(router(hidden))
-    wrap_router(router, target, state, ReferenceBackend())
+    wrap_router(router, target, state, CountingBackend())
     begin(state, SLOTS)
     logits = logits_of(router(hidden))
     assert logits.dtype == base.dtype == torch.float32
@@ -155,7 +155,7 @@ class NoLinear(TwoLinears):
 @pytest.mark.parametrize(("module", "calls"), [(TwoLinears(), 2), (NoLinear(), 0)])
 def test_a_router_of_another_make_is_refused(module: nn.Module, calls: int) -> None:
     state, target = serve(torch.float32)
-    wrap_router(module, target, state, ReferenceBackend())
+    wrap_router(module, target, state, CountingBackend())
     with torch.no_grad():
         module(torch.randn(len(SLOTS), HIDDEN))
         begin(state, SLOTS)
