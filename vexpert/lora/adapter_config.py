@@ -91,7 +91,7 @@ class AdapterConfig:
     modules_to_save: tuple[str, ...] = ()
     token_indices: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by module leaf name
     layout: str | None = None  # lora_B_layout
-    version: str | None = None  # peft_version as written
+    version: str | None = None  # peft_version, or NeMo's paramwrapper_layout
     base_class: str | None = None  # auto_mapping's base_model_class
     unsloth: bool = False  # signs of Unsloth in the config
     fields: frozenset[str] = frozenset()  # names of all fields present: tells the writer
@@ -149,7 +149,7 @@ def read_config(folder: Path) -> AdapterConfig:
         modules_to_save=_names(raw, "modules_to_save"),
         token_indices=_token_indices(raw.get("trainable_token_indices")),
         layout=_layout(raw.get("lora_B_layout")),
-        version=_version(raw.get("peft_version")),
+        version=_version(raw.get("peft_version")) or _nemo_version(folder),
         base_class=_base_class(raw),
         unsloth=_is_unsloth(raw),
         fields=frozenset(raw),
@@ -310,6 +310,17 @@ def _version(value: Any) -> str | None:
     if not isinstance(value, str) or peft_version(value) is None:
         raise _bad("peft_version", value, 'a version such as "0.21.2"')
     return value
+
+
+def _nemo_version(folder: Path) -> str | None:
+    """PEFT version whose layout NeMo AutoModel says it wrote, in a file of its own."""
+    path = folder / "automodel_peft_config.json"
+    layout = read_json(path).get("paramwrapper_layout") if path.exists() else None
+    if layout is None:
+        return None
+    if not isinstance(layout, str) or peft_version(layout.removeprefix("peft-")) is None:
+        raise AdapterError(f'{path}: paramwrapper_layout={layout!r}: must be like "peft-0.19.1"')
+    return layout.removeprefix("peft-")
 
 
 def _base_class(raw: dict[str, Any]) -> str | None:

@@ -132,7 +132,7 @@ def _split(rest: str) -> tuple[str, int | None]:
         return ("" if first.endswith("projs") else first), None
     if first.endswith("projs") and _is_index(second):
         return first, int(second)
-    if _is_index(first) and not second.endswith("projs"):
+    if _is_index(first) and not second.startswith("gate_up") and not second.endswith("projs"):
         return second, int(first)
     return "", None
 

@@ -1,6 +1,7 @@
 """Reads an adapter folder: files -> placed pieces -> canonical factors, or one AdapterError."""
 
 import re
+from collections.abc import Iterable
 from pathlib import Path
 
 import torch
@@ -11,7 +12,7 @@ from vexpert.lora.extras import NOTHING, require_supported
 from vexpert.lora.files import read_tensors
 from vexpert.lora.formats import fused, per_expert
 from vexpert.lora.formats.context import Context
-from vexpert.lora.formats.full import BaseWeight, read_full
+from vexpert.lora.formats.full import BaseWeight, FullParameters, read_full
 from vexpert.lora.formats.linear import read_linear
 from vexpert.lora.formats.tokens import read_tokens
 from vexpert.lora.keys import Piece, Slots
@@ -73,7 +74,7 @@ def _read(
     full = read_full(placed.full, targets, base_weight, context)
     reading.extras |= full.extras
     reading.examples += full.examples
-    _check_both(reading, full.values, config)
+    _check_whole(reading, full, config, targets)
     require_supported(frozenset(reading.extras), supported, reading.examples)
     return AdapterWeights(
         modules=reading.modules,
@@ -185,23 +186,39 @@ def _family(name: str) -> str:
     return re.sub(r"(For[A-Z].*|Model|LMHeadModel)$", "", name)
 
 
-def _check_both(reading: _Reading, full: dict[str, torch.Tensor], config: AdapterConfig) -> None:
-    """Full weights and factors of one module exclude each other; saved modules must be there."""
-    for name in full:
+def _check_whole(
+    reading: _Reading, full: FullParameters, config: AdapterConfig, targets: TargetMap
+) -> None:
+    """Nothing that the config promises is missing, and no module is given twice."""
+    for name in full.values:
         path, _, param = name.rpartition(".")
         if param == "weight" and (path in reading.modules or path in reading.tokens):
             raise AdapterError(
                 f"{path} has factors or token rows and another full weight in one file: which one "
                 "counts is unknown; save the adapter again"
             )
-    if config.ensure_weight_tying and any(
-        leaf in ("embed_tokens", "lm_head")
-        for leaf in (path.rpartition(".")[2] for path in (*reading.modules, *reading.tokens))
+    if not (reading.modules or full.modules or reading.tokens):
+        raise AdapterError("the file holds no factors: nothing would be applied")
+    for field, names, found in (
+        ("modules_to_save", config.modules_to_save, full.modules),
+        ("trainable_token_indices", tuple(config.token_indices), set(reading.tokens)),
     ):
+        for name in names:
+            if _ends(targets.targets, name) and not _ends(found, name):
+                raise AdapterError(
+                    f"adapter_config.json: {field} names {name}, but its tensors are not in the "
+                    "file: it is incomplete; save the adapter again"
+                )
+    adapted = {*reading.modules, *reading.tokens, *full.modules}
+    if config.ensure_weight_tying and (_ends(adapted, "embed_tokens") or _ends(adapted, "lm_head")):
         raise AdapterError(
             "ensure_weight_tying=true with an adapted embedding or lm_head is not supported; merge "
             "the adapter into the base model"
         )
+
+
+def _ends(paths: Iterable[str], name: str) -> bool:
+    return any(path == name or path.endswith(f".{name}") for path in paths)
 
 
 def _warnings(context: Context) -> tuple[str, ...]:

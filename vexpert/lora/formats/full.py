@@ -27,6 +27,7 @@ class FullParameters:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     extras: set[str] = field(default_factory=set)
     examples: list[str] = field(default_factory=list)
+    modules: set[str] = field(default_factory=set)  # paths with any full parameter in the file
 
 
 def read_full(
@@ -38,6 +39,7 @@ def read_full(
     """Replacements from (module path, piece); what equals the base weight is left out."""
     result = FullParameters()
     for path, piece in placed:
+        result.modules.add(path)
         if piece.holder == "original_module":
             continue
         name = f"{path}.{piece.param}"

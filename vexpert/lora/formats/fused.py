@@ -9,7 +9,7 @@ Keys: `experts.base_layer.lora_A` is the inner wrapper, of the parameter declare
 """
 
 from collections.abc import Iterable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import torch
 
@@ -30,13 +30,15 @@ class FusedPair:
     target: ExpertsTarget
     projection: str  # gate_up or down
     name: str  # of the parameter in the file's naming: what patterns match
-    a: Piece
-    b: Piece
+    a: torch.Tensor  # [E*r, x]
+    b: torch.Tensor  # [y, r*E]
+    layout: str | None = None  # order of b's columns where its own shape tells it
+    keys: str = ""  # both keys and shapes, for messages
 
     def sides(self) -> tuple[bool, ...]:
         """Which orientations the shapes allow; True: A over the input."""
         inputs, outputs = dimensions(self.target, self.projection)
-        have = self.a.tensor.shape[1], self.b.tensor.shape[0]
+        have = self.a.shape[1], self.b.shape[0]
         allowed = {True: (inputs, outputs), False: (outputs, inputs)}
         return tuple(side for side, wanted in allowed.items() if have == wanted)
 
@@ -49,35 +51,30 @@ def parameter_name(target: ExpertsTarget, projection: str) -> str:
 
 
 def take_pairs(target: ExpertsTarget, slots: Slots, context: Context) -> list[FusedPair]:
-    """The fused pairs of one experts module; none when its tensors are in another format.
-
-    `slots`: (projection, part) -> expert -> piece; all experts together are expert None.
-    """
+    """The fused pairs of one experts module; none when its tensors are in another format."""
     names = {projection for projection, _ in slots}
     nested = names & {"inner", "outer"}
     if not nested and not all(_is_flat(slots, name) for name in names):
         return []
-    pairs = {name: _flat_pair(target, name, slots) for name in sorted(names)}
-    if not nested:
-        return [
-            FusedPair(target, name, f"{a.module}.weight", a, b) for name, (a, b) in pairs.items()
-        ]
-    if names != nested:
+    if nested and names != nested:
         raise AdapterError(
             f"{target.path}: keys of PEFT's parameter wrappers stand beside keys of another "
             f"format ({', '.join(sorted(names - nested))}); save the adapter in one format"
         )
-    return nested_pairs(target, pairs.get("inner"), pairs.get("outer"), context)
+    pairs = {name: _pair(target, name, slots) for name in sorted(names)}
+    if not nested:
+        return list(pairs.values())
+    return _assign(pairs.get("inner"), pairs.get("outer"), context)
 
 
 def _is_flat(slots: Slots, name: str) -> bool:
-    """Whether a projection is one 2D pair for all experts (transformers 4's parallel experts)."""
+    """Whether a projection is one 2D pair for all experts: transformers 4's parallel experts."""
     pieces = [by.get(None) for (projection, _), by in slots.items() if projection == name]
     flat = all(piece is not None and piece.tensor.ndim == 2 for piece in pieces)
     return flat and name in ("gate_up", "down")
 
 
-def _flat_pair(target: ExpertsTarget, name: str, slots: Slots) -> tuple[Piece, Piece]:
+def _pair(target: ExpertsTarget, name: str, slots: Slots) -> FusedPair:
     parts = {part: by for (projection, part), by in slots.items() if projection == name}
     a, b = parts.pop("A", {}).get(None), parts.pop("B", {}).get(None)
     if a is None or b is None or parts:
@@ -86,55 +83,67 @@ def _flat_pair(target: ExpertsTarget, name: str, slots: Slots) -> tuple[Piece, P
             f"{', '.join(keys)}: {target.path} needs one lora_A and one lora_B for each parameter; "
             "the file is incomplete, or its format is unknown"
         )
-    return _as_matrices(target, a, b)
+    module = a.module.removesuffix(".base_layer")
+    if name not in ("inner", "outer") and not module.endswith(("_proj", "_projs")):
+        module = f"{module}.weight"  # granitemoe's input_linear on transformers 4
+    matrix_a, matrix_b, layout = _matrices(target, a, b)
+    return FusedPair(target, name, module, matrix_a, matrix_b, layout, shapes(a, b))
 
 
-def _as_matrices(target: ExpertsTarget, a: Piece, b: Piece) -> tuple[Piece, Piece]:
-    if a.tensor.ndim == 2 and b.tensor.ndim == 2:
-        return a, b
-    raise AdapterError(f"{shapes(a, b)}: must be two matrices; the format is unknown")
+def _matrices(
+    target: ExpertsTarget, a: Piece, b: Piece
+) -> tuple[torch.Tensor, torch.Tensor, str | None]:
+    """Both as matrices. Some exporters leave the expert dimension: A [E, r, x], B [y, r, E]."""
+    x, y = a.tensor, b.tensor
+    if x.ndim == 2 and y.ndim == 2:
+        return x, y, None
+    experts, rank = target.num_experts, x.shape[1]
+    if x.ndim == 3 and y.ndim == 3 and x.shape[0] == experts:
+        last, first = y.shape[1:] == (rank, experts), y.shape[::2] == (experts, rank)
+        if last != first:
+            y = y if last else y.permute(1, 2, 0)
+            return x.flatten(0, 1), y.flatten(1), "rank_major"
+    raise AdapterError(
+        f"{shapes(a, b)}: {target.path} with {experts} experts needs matrices, or [E, r, x] with "
+        "[y, r, E] or [E, y, r]; the format is unknown"
+    )
 
 
-def nested_pairs(
-    target: ExpertsTarget,
-    inner: tuple[Piece, Piece] | None,
-    outer: tuple[Piece, Piece] | None,
-    context: Context,
-) -> list[FusedPair]:
+def _assign(inner: FusedPair | None, outer: FusedPair | None, context: Context) -> list[FusedPair]:
     """The wrappers of one experts module with the parameters they wrap."""
-    if inner is not None and outer is not None:
-        given = _wrap(target, "gate_up", *inner), _wrap(target, "down", *outer)
-        swapped = _wrap(target, "down", *inner), _wrap(target, "gate_up", *outer)
-        # Declaration order first; another order only where the shapes leave nothing else.
-        for pairs in (given, swapped):
-            if all(pair.sides() for pair in pairs):
-                return list(pairs)
-        raise _shape_error(*given)
     if outer is None:
         assert inner is not None
         raise AdapterError(
-            f"{inner[0].key}: the inner wrapper's outer partner ({target.path}.lora_A) is missing: "
+            f"{inner.keys}: the inner wrapper's outer partner ({inner.name}.lora_A) is missing: "
             "the file is incomplete; save the adapter again"
         )
-    return [_single(target, outer, context)]
+    if inner is None:
+        return [_single(outer, context)]
+    given = [_wrapping(inner, "gate_up"), _wrapping(outer, "down")]
+    swapped = [_wrapping(inner, "down"), _wrapping(outer, "gate_up")]
+    # Declaration order first; another order only where the shapes leave nothing else.
+    for pairs in (given, swapped):
+        if all(pair.sides() for pair in pairs):
+            return pairs
+    raise _shape_error(*given)
 
 
-def _wrap(target: ExpertsTarget, projection: str, a: Piece, b: Piece) -> FusedPair:
-    module = a.module.removesuffix(".base_layer")
-    return FusedPair(target, projection, f"{module}.{parameter_name(target, projection)}", a, b)
+def _wrapping(pair: FusedPair, projection: str) -> FusedPair:
+    name = f"{pair.name}.{parameter_name(pair.target, projection)}"
+    return replace(pair, projection=projection, name=name)
 
 
-def _single(target: ExpertsTarget, outer: tuple[Piece, Piece], context: Context) -> FusedPair:
-    choices = [_wrap(target, projection, *outer) for projection in ("gate_up", "down")]
+def _single(outer: FusedPair, context: Context) -> FusedPair:
+    choices = [_wrapping(outer, projection) for projection in ("gate_up", "down")]
     fitting = [pair for pair in choices if pair.sides()]
     if not fitting:
-        raise _shape_error(*choices)
-    named = [pair for pair in fitting if _is_named(pair, context.config.target_parameters)]
+        raise _shape_error(outer)
     if len(fitting) == 1:
         return fitting[0]
+    named = [pair for pair in fitting if _is_named(pair, context.config.target_parameters)]
     if len(named) != 1:
         raise AdapterError(
-            f"{shapes(*outer)}: the shapes fit both {choices[0].name} and {choices[1].name}, and "
+            f"{outer.keys}: the shapes fit both {choices[0].name} and {choices[1].name}, and "
             f"target_parameters={list(context.config.target_parameters)} does not say which; name "
             "the right one there"
         )
@@ -147,16 +156,15 @@ def _is_named(pair: FusedPair, target_parameters: Iterable[str]) -> bool:
 
 def _shape_error(*pairs: FusedPair) -> AdapterError:
     target = pairs[0].target
-    pieces = {piece.key: piece for pair in pairs for piece in (pair.a, pair.b)}
     wanted = "; ".join(
         f"{parameter_name(target, projection)} has in {inputs}, out {outputs}"
         for projection in ("gate_up", "down")
         for inputs, outputs in [dimensions(target, projection)]
     )
     return AdapterError(
-        f"{shapes(*pieces.values())}: no reading fits {target.path} with {target.num_experts} "
-        f"experts ({wanted}; lora_A [E*r, in], lora_B [out, r*E] or the transposed pair); the "
-        "adapter was made for another base model"
+        f"{', '.join(pair.keys for pair in pairs)}: no reading fits {target.path} with "
+        f"{target.num_experts} experts ({wanted}; lora_A [E*r, in], lora_B [out, r*E] or the "
+        "transposed pair); the adapter was made for another base model"
     )
 
 
@@ -183,7 +191,7 @@ def _side(pair: FusedPair, decided: set[bool], context: Context) -> bool:
     by_era = {_side_of_era(pair.target, era) for era in eras}
     if len(decided) > 1 or len(by_era) > 1:
         raise AdapterError(
-            f"{shapes(pair.a, pair.b)}: {pair.name} is square, so the shapes do not tell whether "
+            f"{pair.keys}: {pair.name} is square, so the shapes do not tell whether "
             "lora_A lies over its input or its output, and adapter_config.json names no "
             'peft_version; add the trainer\'s, such as "peft_version": "0.21.2"'
         )
@@ -215,15 +223,15 @@ def _warn_square(pair: FusedPair, context: Context) -> None:
 
 def _read_pair(pair: FusedPair, over_input: bool, context: Context) -> dict[str, Factors]:
     experts = pair.target.num_experts
-    rows, columns = pair.a.tensor.shape[0], pair.b.tensor.shape[1]
+    rows, columns = pair.a.shape[0], pair.b.shape[1]
     if rows != columns or rows % experts:
         raise AdapterError(
-            f"{shapes(pair.a, pair.b)}: lora_A's rows and lora_B's columns must both be rank x "
-            f"{experts} experts"
+            f"{pair.keys}: lora_A's rows and lora_B's columns must both be rank x {experts} "
+            "experts; the adapter was made for another base model"
         )
     rank = rows // experts
-    a = pair.a.tensor.view(experts, rank, -1)
-    b = _columns(pair.b.tensor, experts, rank, context)
+    a = pair.a.view(experts, rank, -1)
+    b = _columns(pair.b, experts, rank, pair.layout or context.layout)
     if not over_input:
         a, b = b.transpose(1, 2), a.transpose(1, 2)
     context.note_format("fused experts")
@@ -231,9 +239,9 @@ def _read_pair(pair: FusedPair, over_input: bool, context: Context) -> dict[str,
     return finish_pair(pair.target, pair.projection, pair.name, a, b, scale, context)
 
 
-def _columns(b: torch.Tensor, experts: int, rank: int, context: Context) -> torch.Tensor:
+def _columns(b: torch.Tensor, experts: int, rank: int, layout: str | None) -> torch.Tensor:
     """lora_B [y, r*E] as [E, y, r], a view."""
-    if context.layout == "grouped_by_expert":
+    if layout == "grouped_by_expert":
         return b.view(-1, experts, rank).permute(1, 0, 2)
     return b.view(-1, rank, experts).permute(2, 0, 1)
 

@@ -48,6 +48,11 @@ def read_linear(
         a.module, a.tensor.clone().unsqueeze(0), b.tensor.clone().unsqueeze(0), scale
     )
     bias = _vector(parts.get("B.bias"), outputs)
+    if context.config.lora_bias and bias is None:
+        raise AdapterError(
+            f"{target.path}: lora_bias is true in adapter_config.json, but {b.module}.lora_B.bias "
+            "is missing: the file is incomplete; save the adapter again"
+        )
     return LinearResult(
         factors,
         bias=None if bias is None else bias.float() * scale,
