@@ -50,6 +50,8 @@ def _check(folder: Path, tensors: Tensors) -> None:
         if tensor.dtype not in DTYPES:
             wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise AdapterError(f"{key} has dtype {tensor.dtype}: must be one of {wanted}")
+        if tensor.ndim == 0:
+            raise AdapterError(f"{key} is a single number: no tensor of a LoRA adapter is")
         if tensor.numel() == 0:
             raise AdapterError(
                 f"{key} has shape {list(tensor.shape)}: empty; the rank is 0, or sharded training "
@@ -102,6 +104,8 @@ def _shard_name(folder: Path, name: Any) -> str:
 def _read_pickle(path: Path) -> Tensors:
     """A .bin through torch's restricted unpickler, which builds tensors only and runs no code."""
     try:
+        if not zipfile.is_zipfile(path):
+            raise zipfile.BadZipFile("not the archive that torch.save writes")
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except (
         pickle.UnpicklingError,

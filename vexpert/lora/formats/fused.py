@@ -97,8 +97,9 @@ def _matrices(
     x, y = a.tensor, b.tensor
     if x.ndim == 2 and y.ndim == 2:
         return x, y, None
-    experts, rank = target.num_experts, x.shape[1]
+    experts = target.num_experts
     if x.ndim == 3 and y.ndim == 3 and x.shape[0] == experts:
+        rank = x.shape[1]
         last, first = y.shape[1:] == (rank, experts), y.shape[::2] == (experts, rank)
         if last != first:
             y = y if last else y.permute(1, 2, 0)
