@@ -48,7 +48,7 @@ def target_map(model: nn.Module) -> TargetMap:
         target = _target(path, module, model, sites)
         if target is not None:
             targets[path] = target
-    parameters = {name: tuple(p.shape) for name, p in model.named_parameters()}
+    parameters = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     return TargetMap(
         model.config.model_type, type(model).__name__, targets, tuple(sites.made), parameters
     )

@@ -161,6 +161,25 @@ def test_full_biases(tmp_path):
     refused(tmp_path, {f"{P}model.norm.bias": torch.ones(16)}, "no place", bias="all")
 
 
+def test_full_biases_of_gpt_oss(tmp_path):
+    """bias='all' takes every parameter with "bias" in its name, the experts' too."""
+    targets = tiny_map("gpt_oss")
+    keys = {
+        f"{P}model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(16),
+        f"{P}model.layers.0.mlp.router.bias": torch.ones(3),
+        f"{P}model.layers.0.mlp.experts.base_layer.base_layer.down_proj_bias": torch.ones(3, 16),
+        f"{P}model.layers.0.mlp.experts.gate_up_proj_bias": torch.ones(3, 24),
+    }
+    found = read_adapter(save(tmp_path, keys, bias="all"), targets, supported=ALL)
+    assert found.extras == {"full_bias"}
+    assert set(found.full) == {
+        "model.layers.0.self_attn.q_proj.bias",
+        "model.layers.0.mlp.router.bias",
+        "model.layers.0.mlp.experts.down_proj_bias",
+        "model.layers.0.mlp.experts.gate_up_proj_bias",
+    }
+
+
 TOKENS = f"{P}model.embed_tokens.token_adapter.trainable_tokens_delta"
 
 

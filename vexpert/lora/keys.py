@@ -45,8 +45,9 @@ Slots = dict[tuple[str, str], dict[int | None, Piece]]
 def parse_key(key: str, tensor: torch.Tensor) -> Piece | None:
     """The piece that `key` names; None when it is no key of a LoRA adapter."""
     name = key
-    for wrapper in _WRAPPERS:
-        name = name.replace(wrapper, "")
+    if "_wrapped_module." in key or "_orig_mod." in key:
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
     for prefix in _PREFIXES:
         if name.startswith(prefix):
             name = name[len(prefix) :]
@@ -78,7 +79,7 @@ def _param_piece(key: str, name: str, tensor: torch.Tensor) -> Piece | None:
     if len(words) > 2 and words[-2] == "modules_to_save":
         adapter = words.pop()
     holder = words.pop() if words[-1] in _HOLDERS else ""
-    if words and words[-1] == "token_adapter" and holder == "base_layer":
+    while holder == "base_layer" and words and words[-1] in ("base_layer", "token_adapter"):
         words.pop()
     if not words or not param:
         return None

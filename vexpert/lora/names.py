@@ -1,5 +1,6 @@
 """Names of modules in adapter files -> the model's own paths (transformers >= 5 names)."""
 
+import functools
 from collections.abc import Iterable
 from dataclasses import dataclass
 
@@ -69,36 +70,18 @@ class Names:
 
     def find(self, module: str) -> Place | None:
         """The place of `module`, or None: the model has no such module."""
-        path = self._path(module)
-        if path is not None:
-            return self._whole(path)
         head, found, rest = module.rpartition(".experts.")
-        if found:
-            return self._expert(f"{head}.experts", rest)
-        return self._parallel(module)
-
-    def known(self) -> Iterable[str]:
-        """All module paths of the model, for hints."""
-        return self._targets.keys()
+        if found:  # asked first: most keys of a file are of single experts
+            experts = self._path(f"{head}.experts")
+            target = self._targets.get(experts or "")
+            if isinstance(target, ExpertsTarget):
+                return _expert(target, rest)
+        path = self._path(module)
+        return self._whole(path) if path is not None else self._parallel(module)
 
     def _whole(self, path: str) -> Place:
         is_experts = isinstance(self._targets.get(path), ExpertsTarget)
         return Place(path, "outer" if is_experts else "")
-
-    def _expert(self, experts: str, rest: str) -> Place | None:
-        path = self._path(experts)
-        target = self._targets.get(path) if path is not None else None
-        if path is None or not isinstance(target, ExpertsTarget):
-            return None
-        if rest == "base_layer":
-            return Place(path, "inner")
-        name, number = _split(rest)
-        projection = _PROJECTIONS.get(name)
-        if projection is None or (number is not None and number >= target.num_experts):
-            return None
-        if projection == "gate" and not target.has_gate:
-            return None
-        return Place(path, projection, number)
 
     def _parallel(self, module: str) -> Place | None:
         for suffix, projection in _PARALLEL_EXPERTS.items():
@@ -125,6 +108,20 @@ class Names:
         return self._paths.get(dotted[1:-1])
 
 
+def _expert(target: ExpertsTarget, rest: str) -> Place | None:
+    """The place of what stands behind "experts."."""
+    if rest == "base_layer":
+        return Place(target.path, "inner")
+    name, number = _split(rest)
+    projection = _PROJECTIONS.get(name)
+    if projection is None or (number is not None and number >= target.num_experts):
+        return None
+    if projection == "gate" and not target.has_gate:
+        return None
+    return Place(target.path, projection, number)
+
+
+@functools.lru_cache(maxsize=4096)
 def _split(rest: str) -> tuple[str, int | None]:
     """("gate_proj", 3) of "3.gate_proj"; ("gate_up_projs", 3) of "gate_up_projs.3"."""
     first, found, second = rest.partition(".")

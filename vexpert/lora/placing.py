@@ -52,7 +52,8 @@ def _put(placed: Placed, piece: Piece, found: Place, targets: TargetMap) -> bool
     """Add the piece; False when the module cannot have such a tensor."""
     target = targets.targets.get(found.path)
     if piece.part == "param":
-        if parameter_shape(f"{found.path}.{piece.param}", targets) is None or found.projection:
+        name = f"{found.path}.{piece.param}"
+        if parameter_shape(name, targets) is None or found.projection not in ("", "outer"):
             return False
         placed.full.append((found.path, piece))
         return True

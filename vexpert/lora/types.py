@@ -54,7 +54,8 @@ class TargetMap:
     architecture: str  # e.g. "Qwen3MoeForCausalLM"
     targets: dict[str, Target]
     sites: tuple[LoraSite, ...]  # sites[i].index == i
-    # shape of every parameter of the model by name; what full weights in a file (norms) are held to
+    # Shapes of all parameters and persistent buffers of the model by name: what full weights and
+    # biases in a file are held to. Empty: only the weights of targets are known.
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 

@@ -65,8 +65,9 @@ def parameter_shape(name: str, targets: TargetMap) -> tuple[int, ...] | None:
     path, _, param = name.rpartition(".")
     target = targets.targets.get(path)
     if isinstance(target, LinearTarget):
-        outputs = target.out_features
-        return {"weight": (outputs, target.in_features), "bias": (outputs,)}.get(param)
+        if param == "bias" and not targets.parameters:
+            return (target.out_features,)
+        return (target.out_features, target.in_features) if param == "weight" else None
     if isinstance(target, EmbeddingTarget) and param == "weight":
         return target.num_embeddings, target.embedding_dim
     return None
@@ -112,7 +113,7 @@ def _kinds(path: str, piece: Piece, targets: TargetMap) -> set[str]:
     kinds = set()
     if tuple(piece.tensor.shape) != parameter_shape(name, targets):
         kinds.add("vocabulary")
-    if piece.param == "bias":
+    if piece.param.endswith("bias"):
         kinds.add("full_bias")
     elif isinstance(target, EmbeddingTarget):
         kinds.add("full_embedding")

