@@ -23,13 +23,14 @@ from vexpert.lora.types import (
 Tensors = dict[str, torch.Tensor]
 PREFIX = "base_model.model."
 
-_COMMON = {
+COMMON = {
     "vocab_size": 40,
     "hidden_size": 16,
     "num_hidden_layers": 2,
     "num_attention_heads": 2,
     "num_key_value_heads": 2,
     "head_dim": 8,
+    "num_experts_per_tok": 2,
 }
 CONFIGS: dict[str, dict[str, Any]] = {
     "qwen3_moe": {"moe_intermediate_size": 10, "num_experts": 3, "intermediate_size": 20},
@@ -50,6 +51,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
         "qk_nope_head_dim": 4,
         "qk_rope_head_dim": 4,
         "v_head_dim": 6,
+        "head_dim": 4,
     },
 }
 
@@ -57,7 +59,7 @@ CONFIGS: dict[str, dict[str, Any]] = {
 @functools.cache
 def tiny_map(name: str) -> TargetMap:
     """TargetMap of a tiny model of one of CONFIGS, built without weights."""
-    config = AutoConfig.for_model(name.removesuffix("_square"), **{**_COMMON, **CONFIGS[name]})
+    config = AutoConfig.for_model(name.removesuffix("_square"), **{**COMMON, **CONFIGS[name]})
     return target_map(meta_model(config))
 
 

@@ -1,6 +1,6 @@
 """Keys of adapter files: one key -> the module it is about and which part of it the tensor is."""
 
-from dataclasses import dataclass
+from typing import NamedTuple
 
 import torch
 
@@ -23,8 +23,7 @@ _TOKENS = ".token_adapter.trainable_tokens_delta"
 _HOLDERS = ("modules_to_save", "original_module", "base_layer")
 
 
-@dataclass(frozen=True)
-class Piece:
+class Piece(NamedTuple):
     """One tensor of the file. `part`: A, B, B.bias, embedding_A, embedding_B, magnitude, tokens,
     or "param" for a full parameter, named `param`, kept by `holder`.
     """

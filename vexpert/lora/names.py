@@ -2,7 +2,7 @@
 
 import functools
 from collections.abc import Iterable
-from dataclasses import dataclass
+from typing import NamedTuple
 
 from vexpert.lora.types import ExpertsTarget, TargetMap
 
@@ -49,8 +49,7 @@ _PROJECTIONS = {
 }
 
 
-@dataclass(frozen=True)
-class Place:
+class Place(NamedTuple):
     """Where a module of the file lies in the model. For experts: which projection of which one."""
 
     path: str  # of a target, or of another module with parameters
