@@ -180,6 +180,17 @@ def test_unmarked_unsloth_is_read_as_peft_with_a_warning(tmp_path):
     assert told.warnings == ()
 
 
+@pytest.mark.parametrize(
+    ("fields", "warns"),
+    [({}, True), (FIELDS_018, False), ({"peft_version": "0.21.2"}, False)],
+)
+def test_fused_files_of_other_exporters_warn(tmp_path, fields, warns):
+    """Megatron-Bridge packs PEFT's keys with columns grouped by expert, and says so nowhere."""
+    folder = write(tmp_path, adapter("qwen3_moe"), "qwen3_moe", True, **fields)
+    found = read_adapter(folder, tiny_map("qwen3_moe"))
+    assert any("not PEFT's own" in text for text in found.warnings) == warns
+
+
 def test_the_option_without_fused_experts_warns(tmp_path):
     targets, wanted = tiny_map("qwen3_moe"), adapter("qwen3_moe")
     folder = save(tmp_path, per_expert_keys(wanted, targets), r=3, lora_alpha=6)

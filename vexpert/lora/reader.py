@@ -26,6 +26,7 @@ from vexpert.lora.types import (
     TargetMap,
     TokenRows,
 )
+from vexpert.lora.versions import is_pefts_own
 
 
 def read_adapter(
@@ -161,14 +162,24 @@ def _layout(config: AdapterConfig, option: str | None) -> str | None:
 
 
 def _check_layout_used(context: Context, option: str | None) -> None:
-    is_fused = "fused experts" in context.formats
-    if option is not None and not is_fused:
-        context.warnings.append(f"lora_B_layout={option} had no effect: no fused experts here")
-    if is_fused and context.layout is None and context.config.unsloth:
-        context.warnings.append(
-            "the config shows Unsloth, but not the order of lora_B's columns: read as rank_major; "
-            "if trained before 2026-09, load with lora_B_layout=grouped_by_expert"
-        )
+    """Tell where the order of lora_B's columns was an assumption, or the option had no use."""
+    config = context.config
+    if "fused experts" not in context.formats:
+        if option is not None:
+            context.warnings.append(f"lora_B_layout={option} had no effect: no fused experts here")
+        return
+    if context.layout is not None or (is_pefts_own(config.fields) and not config.unsloth):
+        return
+    if config.unsloth:
+        reason = "the config shows Unsloth, which grouped them by expert before 2026-09"
+    elif config.version is None:
+        reason = "the config is not PEFT's own, and some exporters group them by expert"
+    else:
+        return
+    context.warnings.append(
+        f"lora_B's columns read in PEFT's order, rank_major: {reason}; if so, load with "
+        "lora_B_layout=grouped_by_expert"
+    )
 
 
 def _check_base_class(config: AdapterConfig, targets: TargetMap) -> None:

@@ -43,3 +43,8 @@ def possible_eras(version: str | None, fields: Collection[str]) -> tuple[str, ..
         if any(name in fields for name in names):
             return (ERA_0190, ERA_NOW) if since == (0, 19, 0) else (era(since),)
     return ERA_FIRST, ERA_NOW  # not PEFT's writer: exporters follow either
+
+
+def is_pefts_own(fields: Collection[str]) -> bool:
+    """Whether PEFT itself wrote a config with these fields; exporters write few of them."""
+    return any(name in fields for _, names in FIELDS_SINCE for name in names)

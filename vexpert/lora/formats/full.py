@@ -38,6 +38,7 @@ def read_full(
 ) -> FullParameters:
     """Replacements from (module path, piece); what equals the base weight is left out."""
     result = FullParameters()
+    copies: list[str] = []
     for path, piece in placed:
         result.modules.add(path)
         if piece.holder == "original_module":
@@ -49,12 +50,17 @@ def read_full(
             if not torch.equal(result.values[name], piece.tensor):
                 raise AdapterError(f"{piece.key}: the file holds another value of {name}")
             continue
-        if _is_base(name, piece, base_weight, context):
+        if _is_base(name, piece, base_weight, copies):
             continue
         result.values[name] = piece.tensor.clone()
         result.extras |= _kinds(path, piece, targets)
         result.examples.append(piece.key)
         context.note_format("full parameters")
+    if copies:
+        context.warnings.append(
+            f"{len(copies)} copies of base weights taken as unchanged, not compared, first "
+            f"{copies[0]}"
+        )
     return result
 
 
@@ -97,13 +103,13 @@ def _is_head(path: str) -> bool:
     return path.rpartition(".")[2] == "lm_head"
 
 
-def _is_base(name: str, piece: Piece, base_weight: BaseWeight | None, context: Context) -> bool:
+def _is_base(name: str, piece: Piece, base_weight: BaseWeight | None, copies: list[str]) -> bool:
     base = base_weight(name) if base_weight is not None else None
     if base is not None:
         return same_values(base, piece.tensor)
     if piece.holder != "base_layer" or piece.param != "weight":
         return False
-    context.warnings.append(f"{piece.key} taken for the unchanged base weight: not compared")
+    copies.append(piece.key)
     return True
 
 
