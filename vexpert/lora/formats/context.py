@@ -1,6 +1,5 @@
 """What the readers of all formats share: the config, the options, and checks of factors."""
 
-import logging
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -11,8 +10,6 @@ from vexpert.lora.adapter_config import AdapterConfig
 from vexpert.lora.checks import is_zero, require_finite
 from vexpert.lora.keys import Piece
 from vexpert.lora.types import ExpertsTarget, Factors
-
-logger = logging.getLogger(__name__)
 
 
 @dataclass
