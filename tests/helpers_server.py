@@ -278,6 +278,7 @@ class RunningServer:
     engine: Any
     app: Any
     server: uvicorn.Server
+    http: httpx.Client
 
     def client(self, **options: Any) -> openai.OpenAI:
         options = {"api_key": "none", "max_retries": 0, "timeout": 20.0, **options}
@@ -289,10 +290,10 @@ class RunningServer:
         )
 
     def post(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.post(self.url + path, timeout=20.0, **options)
+        return self.http.post(path, **options)
 
     def get(self, path: str, **options: Any) -> httpx.Response:
-        return httpx.get(self.url + path, timeout=20.0, **options)
+        return self.http.get(path, **options)
 
     def ask(self, model: str, word: str) -> str:
         """The answer of `model` to `word`, greedy."""
@@ -313,9 +314,11 @@ def serving(engine: Any, options: ServerOptions | None = None) -> Iterator[Runni
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
     thread.start()
+    url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     try:
         wait_for(lambda: server.started)
-        yield RunningServer(f"http://127.0.0.1:{bound.getsockname()[1]}", engine, app, server)
+        with httpx.Client(base_url=url, timeout=20.0) as http:
+            yield RunningServer(url, engine, app, server, http)
     finally:
         server.should_exit = True
         thread.join(20)

@@ -10,8 +10,11 @@ NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: applica
 
 
 def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
-    """(message, field at fault or None) of the first of pydantic's errors."""
-    error = errors[0]
+    """(message, field at fault or None) of one of pydantic's errors.
+
+    Of a union's branches, the deepest finding is of the branch that the caller meant.
+    """
+    error = max(errors, key=lambda each: len(each["loc"]))
     path = [part for part in error["loc"][1:] if not _is_branch(part)]
     if error["type"] == "json_invalid":
         cause = error["ctx"]["error"]
