@@ -5,11 +5,12 @@ from dataclasses import dataclass
 from typing import Any
 
 import pytest
-from helpers_server import BASE, RunningServer
+from helpers_server import BASE, RunningServer, make_fake_engine, serving
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
 
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.server.options import ServerOptions
 
 pytest_plugins = ["helpers_server_fixtures"]
 
@@ -163,8 +164,6 @@ def assert_refused(server: RunningServer, path: str, name: str, value: Any) -> N
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    from helpers_server import make_fake_engine, serving
-
     with serving(make_fake_engine()) as running:
         yield running
 
@@ -237,10 +236,6 @@ def test_roles_and_parts_reach_the_template(server: RunningServer) -> None:
 
 
 def test_model_defaults_apply_where_the_request_is_silent() -> None:
-    from helpers_server import make_fake_engine, serving
-
-    from vexpert.server.options import ServerOptions
-
     defaults = {"temperature": 0.0, "top_k": 20}
     options = ServerOptions((BASE,), sampling_defaults=defaults, status_interval=None)
     with serving(make_fake_engine(), options) as running:

@@ -9,7 +9,11 @@ from fastapi import FastAPI
 from vexpert import __version__
 from vexpert.server.errors import install_error_handlers
 from vexpert.server.interface import EngineProtocol
-from vexpert.server.middleware import ApiKeyMiddleware, BodyLimitMiddleware
+from vexpert.server.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    UnexpectedErrorMiddleware,
+)
 from vexpert.server.options import ServerOptions
 from vexpert.server.routes import adapters, chat, completions, health, models
 from vexpert.server.service import Service
@@ -34,6 +38,7 @@ def create_app(engine: EngineProtocol, options: ServerOptions | None = None) -> 
     install_error_handlers(app)
     for module in (chat, completions, models, adapters, health):
         app.include_router(module.router)
+    app.add_middleware(UnexpectedErrorMiddleware)
     app.add_middleware(BodyLimitMiddleware, limit=options.max_body_bytes)
     if options.api_keys:
         app.add_middleware(ApiKeyMiddleware, keys=options.api_keys)

@@ -76,7 +76,7 @@ async def _refuse_invalid(request: Request, error: Exception) -> JSONResponse:
 
 
 def install_error_handlers(app: FastAPI) -> None:
-    """Answer every error of `app` with an OpenAI error object."""
-    for kind in (ApiError, VexpertError, EngineFailedError, HTTPException, Exception):
+    """Answer every expected error of `app` with an OpenAI error object."""
+    for kind in (ApiError, VexpertError, EngineFailedError, HTTPException):
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_invalid)

@@ -1,10 +1,13 @@
-"""ASGI layers before the routes: the API key, and the largest body."""
+"""ASGI layers before the routes: the API key, the largest body, and errors of our own."""
 
 import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
+from vexpert.log import get_logger
 from vexpert.server.errors import ApiError, error_response
+
+logger = get_logger(__name__)
 
 OPEN_PATHS = ("/health", "/ping")  # probes have no key
 
@@ -67,3 +70,30 @@ class BodyLimitMiddleware:
 
     def _error(self) -> ApiError:
         return ApiError(f"the body has more than {self.limit} bytes; send less at once", 413)
+
+
+class UnexpectedErrorMiddleware:
+    """Log an error that nobody expected and answer 500.
+
+    Starlette's own layer raises it again after the answer; the connection is then closed under
+    the client's next request.
+    """
+
+    def __init__(self, app: ASGIApp) -> None:
+        self.app = app
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        begun = False
+
+        async def watched(message: Message) -> None:
+            nonlocal begun
+            begun = True
+            await send(message)
+
+        try:
+            await self.app(scope, receive, watched)
+        except Exception as error:
+            if begun or scope["type"] != "http":
+                raise
+            logger.exception("unexpected error on %s", scope["path"])
+            await error_response(error)(scope, receive, send)
