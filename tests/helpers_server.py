@@ -101,13 +101,14 @@ class FakeEngine:
             name=BASE,
             model_type="fake",
             vocab_size=VOCAB_SIZE,
-            max_model_len=max_model_len,
+            max_model_len=4 * max_model_len,  # the engine's own limit counts
             eos_token_ids=(EOS,),
             dtype=torch.float32,
             device=torch.device("cpu"),
             weight_bytes=0,
             cache_bytes_per_token=0,
         )
+        self.max_model_len = max_model_len
         self.step_seconds = 0.0
         self.load_seconds = 0.0
         self.failure: Exception | None = None  # raised by the next step

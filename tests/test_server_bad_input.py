@@ -151,7 +151,7 @@ def test_bad_prompts(server: RunningServer, prompt: Any) -> None:
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_too_long_prompts_say_the_lengths(server: RunningServer, stream: bool) -> None:
-    limit = server.engine.model_info.max_model_len
+    limit = server.engine.max_model_len
     messages = [{"role": "user", "content": "w" * 40 * limit}]
     chat = server.post(CHAT, json={"model": BASE, "messages": messages, "stream": stream})
     assert f"the model takes {limit}" in error_of(chat)["message"]

@@ -51,23 +51,25 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         super().__init__(prog, max_help_position=34, **options)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
-        if action.default in (None, "", False, argparse.SUPPRESS) or action.default == []:
+        if action.default is None or action.default is False or action.default in ("", []):
             return action.help
         return super()._get_help_string(action)
 
 
-def add_engine_options(parser: argparse.ArgumentParser) -> None:
-    """One option for each field of EngineConfig but `model`, grouped as its metadata says."""
+def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, Any]:
+    """One option for each field of EngineConfig but `model`; their groups, by name."""
     hints = typing.get_type_hints(EngineConfig)
     groups = {name: parser.add_argument_group(title) for name, title in GROUP_TITLES.items()}
     for spec in dataclasses.fields(EngineConfig):
         if spec.name != "model":
             _add_option(groups[spec.metadata["group"]], spec, hints[spec.name])
+    return groups
 
 
 def _add_option(group: Any, spec: "dataclasses.Field[Any]", hint: Any) -> None:
     flag = "--" + spec.name.replace("_", "-")
-    shared = {"dest": spec.name, "default": spec.default, "help": spec.metadata["help"]}
+    help = spec.metadata["help"].replace("%", "%%")  # argparse formats it
+    shared = {"dest": spec.name, "default": spec.default, "help": help}
     if hint is bool:
         group.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
         return

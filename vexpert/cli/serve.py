@@ -42,9 +42,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         metavar="MODEL",
         help="folder or Hugging Face name; without it: the bundled demo and its adapters",
     )
+    parser.usage = "vexpert serve [MODEL] [options]"
     _add_server_options(parser.add_argument_group("server"))
-    add_engine_options(parser)
-    group = parser.add_argument_group("adapters at boot and parallelism")
+    groups = add_engine_options(parser)
+    add_lora_modules(groups["lora"])
+    groups["model"].add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices; only 1 for now"
+    )
+
+
+def add_lora_modules(group: Any) -> None:
+    """The option --lora-modules."""
     group.add_argument(
         "--lora-modules",
         nargs="+",
@@ -52,9 +60,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         default=[],
         type=lora_module,
         metavar="NAME=PATH",
-        help='adapters to load at boot; or JSON: {"name": ..., "path": ..., "lora_B_layout": ...}',
+        help='to load at boot; or JSON: {"name": ..., "path": ..., "lora_B_layout": ...}',
     )
-    group.add_argument("--tensor-parallel-size", type=int, default=1, metavar="N", help="only 1")
 
 
 def _add_server_options(group: Any) -> None:
@@ -67,7 +74,9 @@ def _add_server_options(group: Any) -> None:
     group.add_argument(
         "--max-body-bytes", type=int, default=16 * 2**20, metavar="N", help="largest request body"
     )
-    group.add_argument("--uvicorn-log-level", choices=LOG_LEVELS, default="info", help=" ")
+    group.add_argument(
+        "--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="of HTTP's lines"
+    )
     group.add_argument(
         "--disable-uvicorn-access-log", action="store_true", help="no log line per request"
     )
@@ -93,7 +102,6 @@ def run(args: argparse.Namespace) -> int:
         value = args.tensor_parallel_size
         raise ConfigError(f"tensor_parallel_size={value}: one device only for now; use 1")
     config = engine_config(args)
-    _set_up_logging(args.uvicorn_log_level)
 
     from vexpert.server.run import bind
 
@@ -101,6 +109,7 @@ def run(args: argparse.Namespace) -> int:
         bound = bind(args.host, args.port)
     except OSError as error:
         return _say_cannot_bind(args, error)
+    _set_up_logging(args.uvicorn_log_level)
     with bound:
         return _serve(args, config, bound)
 

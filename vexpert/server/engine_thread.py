@@ -27,8 +27,6 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 T = TypeVar("T")
 
-IDLE_PAUSE = 0.001  # seconds between steps that move nothing, e.g. while an adapter loads
-
 
 class AsyncEngine:
     """Runs an engine for coroutines of one event loop."""
@@ -191,15 +189,11 @@ class AsyncEngine:
             self._to_loop(_set_result, future, result)
 
     def _step(self) -> None:
-        start = time.perf_counter()
         outputs = self.engine.step()
         now = time.perf_counter()
         updates = [pair for output in outputs if (pair := self._track(output, now))]
         if updates:
             self._to_loop(_deliver, updates)
-        elif not outputs and now - start < IDLE_PAUSE:
-            with self._wake:
-                self._wake.wait(IDLE_PAUSE)
 
     def _track(self, output: RequestOutput, now: float) -> tuple[Sink, Update] | None:
         tracker = self._trackers.get(output.request_id)

@@ -27,6 +27,7 @@ class EngineProtocol(Protocol):
     """An engine. Only `load_adapter`, `unload_adapter` and `adapters` may run beside `step`."""
 
     config: "EngineConfig"
+    max_model_len: int  # tokens of prompt and output together
 
     @property
     def tokenizer(self) -> Any:
@@ -50,7 +51,10 @@ class EngineProtocol(Protocol):
         """Drop a request and free what it holds; False if it is unknown or finished."""
 
     def step(self) -> "list[RequestOutput]":
-        """Run one step; the outputs of requests that moved, cumulative."""
+        """Run one step; the outputs of requests that gained tokens, cumulative.
+
+        Waits a moment itself when nothing can run.
+        """
 
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""

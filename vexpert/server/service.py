@@ -25,6 +25,7 @@ class Service:
         self.engine = AsyncEngine(engine, self.recorder)
         self.prompts = PromptBuilder(engine)
         self.info = engine.model_info
+        self.max_model_len = engine.max_model_len
         self.base_names = options.served_model_names or (self.info.name,)
         self.metrics = Metrics(self.base_names[0], self.recorder)
         self.created = int(time.time())

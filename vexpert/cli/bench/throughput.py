@@ -7,7 +7,7 @@ from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.bench.report import json_line
 from vexpert.cli.parser import add_engine_options, engine_config
-from vexpert.cli.serve import LoraModule, lora_module, resolve_model
+from vexpert.cli.serve import LoraModule, add_lora_modules, resolve_model
 from vexpert.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -25,16 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--output-len", type=int, default=32, metavar="N", help="tokens to make")
     group.add_argument("--adapters", type=int, metavar="N", help="to mix; default: all given")
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the best one counts")
-    group.add_argument(
-        "--lora-modules",
-        nargs="+",
-        action="extend",
-        default=[],
-        type=lora_module,
-        metavar="NAME=PATH",
-        help="adapters to mix",
-    )
-    add_engine_options(parser)
+    parser.usage = "vexpert bench throughput [MODEL] [options]"
+    add_lora_modules(add_engine_options(parser)["lora"])
 
 
 def run(args: argparse.Namespace) -> int:

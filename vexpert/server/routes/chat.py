@@ -32,7 +32,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
 
 async def _job(service: Service, body: ChatCompletionRequest) -> Job:
     prompt = await service.prompts.chat(body)
-    room = output_room(prompt, body.output_limit, service.info.max_model_len, "messages")
+    room = output_room(prompt, body.output_limit, service.max_model_len, "messages")
     params = body.build_params(
         service.options.sampling_defaults,
         service.info.vocab_size,

@@ -38,7 +38,7 @@ async def _job(service: Service, body: CompletionRequest) -> Job:
     prompts = await service.prompts.plain(body.prompts, special)
     # An echo of the prompt alone still takes one step, which gives its log-probabilities.
     wanted = 1 if body.max_tokens == 0 else body.max_tokens
-    limits = [_limit(prompt, wanted, service.info.max_model_len) for prompt in prompts]
+    limits = [_limit(prompt, wanted, service.max_model_len) for prompt in prompts]
     asked = {"logprobs": body.logprobs}
     if body.echo and body.logprobs is not None:
         asked["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)

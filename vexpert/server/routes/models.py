@@ -12,7 +12,7 @@ router = APIRouter()
 
 def _entries(service: Service) -> list[dict[str, Any]]:
     common = {"object": "model", "created": service.created, "owned_by": "vexpert"}
-    limits = {"max_model_len": service.info.max_model_len, "vocab_size": service.info.vocab_size}
+    limits = {"max_model_len": service.max_model_len, "vocab_size": service.info.vocab_size}
     root = service.engine.engine.config.model or service.info.name
     bases = [
         {"id": name, **common, "root": root, "parent": None, **limits}
