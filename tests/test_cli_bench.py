@@ -46,7 +46,8 @@ class FakeLLM:
 @pytest.fixture
 def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     SEEN.clear()
-    monkeypatch.setattr(vexpert, "LLM", FakeLLM, raising=False)
+    # In the module's dictionary: setattr would import the real one first, to remember it.
+    monkeypatch.setitem(vars(vexpert), "LLM", FakeLLM)
     return FakeLLM
 
 
