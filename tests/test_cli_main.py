@@ -80,6 +80,8 @@ def test_a_bad_lora_module(text: str) -> None:
         (["serve", "--max-lora", "3"], "did you mean --max-loras?"),
         (["serve", "--tensor-parallel-size", "2"], "tensor_parallel_size=2"),
         (["serve", "--lora-modules", "x"], "NAME=PATH"),
+        (["serve", "--port", "70000"], "port=70000"),
+        (["serve", "--max-body-bytes", "0"], "max_body_bytes=0"),
         (["serve", "--gpu-memory-utilization", "3"], "gpu_memory_utilization=3.0"),
         (["fly"], "invalid choice: 'fly'"),
         ([], "required"),
@@ -100,6 +102,15 @@ def test_mistakes_are_one_line_and_exit_code_2(
     assert shown.err.startswith("error: ")
     assert shown.err.count("\n") == 1
     assert told in shown.err
+
+
+def test_a_plain_installation_is_told_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "vexpert.cli.client", raising=False)
+    monkeypatch.setitem(sys.modules, "httpx", None)  # as where it is not installed
+    assert main(["chat", "--once", "x"]) == 2
+    assert capsys.readouterr().err == "error: httpx is missing; pip install 'vexpert[serve]'\n"
 
 
 def test_version(capsys: pytest.CaptureFixture[str]) -> None:

@@ -17,6 +17,9 @@ COMMANDS = {
     "collect-env": ("vexpert.cli.collect_env", "print versions and hardware, for bug reports"),
 }
 
+# Packages of the extra `serve`, which a plain installation lacks.
+EXTRAS = {"fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client", "httpx", "rich"}
+
 
 def build_parser() -> Parser:
     """The parser of all commands."""
@@ -38,6 +41,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     except VexpertError as error:
         message = " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)
+        return 2
+    except ModuleNotFoundError as error:
+        if error.name not in EXTRAS:
+            raise
+        print(f"error: {error.name} is missing; pip install 'vexpert[serve]'", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130

@@ -98,9 +98,7 @@ def lora_module(text: str) -> LoraModule:
 
 def run(args: argparse.Namespace) -> int:
     """Boot and serve until a signal; the exit code."""
-    if args.tensor_parallel_size != 1:
-        value = args.tensor_parallel_size
-        raise ConfigError(f"tensor_parallel_size={value}: one device only for now; use 1")
+    _check(args)
     config = engine_config(args)
 
     from vexpert.server.run import bind
@@ -112,6 +110,16 @@ def run(args: argparse.Namespace) -> int:
     _set_up_logging(args.uvicorn_log_level)
     with bound:
         return _serve(args, config, bound)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.tensor_parallel_size != 1:
+        value = args.tensor_parallel_size
+        raise ConfigError(f"tensor_parallel_size={value}: one device only for now; use 1")
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"port={args.port}: use 1 to 65535, or 0 for a free one")
+    if args.max_body_bytes < 1:
+        raise ConfigError(f"max_body_bytes={args.max_body_bytes}: must be at least 1")
 
 
 def _say_cannot_bind(args: argparse.Namespace, error: OSError) -> int:

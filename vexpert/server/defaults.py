@@ -6,6 +6,9 @@ from typing import Any
 
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import ModelError
+from vexpert.log import get_logger
+
+logger = get_logger(__name__)
 
 HONOURED = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
 
@@ -37,7 +40,10 @@ def _find(model: str) -> Path | None:
         return file if file.is_file() else None
     from transformers.utils import cached_file
 
-    found = cached_file(
-        model, "generation_config.json", _raise_exceptions_for_missing_entries=False
-    )
+    name = "generation_config.json"
+    try:
+        found = cached_file(model, name, _raise_exceptions_for_missing_entries=False)
+    except OSError as error:
+        logger.warning("%s of %s is not at hand; OpenAI's defaults apply: %s", name, model, error)
+        return None
     return Path(found) if found else None

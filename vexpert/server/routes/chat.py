@@ -20,7 +20,11 @@ router = APIRouter()
 
 @router.post("/v1/chat/completions")
 async def create_chat_completion(body: ChatCompletionRequest, request: Request) -> Response:
-    """Answer a conversation with the base model or with the adapter that `model` names."""
+    """Answer a conversation with the base model or with the adapter that `model` names.
+
+    Sampling defaults are those of the model's generation_config.json, else OpenAI's: temperature 1.
+    For the likeliest answer send temperature 0. Without a limit the answer may fill the context.
+    """
     service = service_of(request)
     body.check()
     job = await _job(service, body)
