@@ -1,0 +1,98 @@
+"""The served demo over HTTP with the real `openai` client: many at once, right, and like alone."""
+
+import asyncio
+import random
+from collections.abc import Iterator
+
+import httpx
+import openai
+import pytest
+from helpers_demo import NAMES, expected, random_words
+from helpers_serve import serve
+
+BASE = "vexpert-demo"
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serve("--dtype", "float32", "--max-num-seqs", "64") as address:
+        yield address
+
+
+async def ask(client: openai.AsyncOpenAI, name: str | None, word: str) -> str:
+    answer = await client.chat.completions.create(
+        model=name or BASE, messages=[{"role": "user", "content": word}], temperature=0
+    )
+    return answer.choices[0].message.content or ""
+
+
+async def ask_all(url: str, questions: list[tuple[str | None, str]], at_once: int) -> list[str]:
+    gate = asyncio.Semaphore(at_once)
+
+    async def one(client: openai.AsyncOpenAI, name: str | None, word: str) -> str:
+        async with gate:
+            return await ask(client, name, word)
+
+    async with openai.AsyncOpenAI(base_url=f"{url}/v1", api_key="none", timeout=120) as client:
+        return await asyncio.gather(*(one(client, name, word) for name, word in questions))
+
+
+def test_two_hundred_concurrent_requests_are_right_and_equal_one_by_one(url: str) -> None:
+    rng = random.Random(3)
+    questions = [(rng.choice(NAMES), word) for word in random_words(200, seed=3)]
+    together = asyncio.run(ask_all(url, questions, at_once=200))
+    right = sum(
+        answer == expected(*question) for answer, question in zip(together, questions, strict=True)
+    )
+    assert right >= 198
+    assert together == asyncio.run(ask_all(url, questions, at_once=1))
+
+
+def test_models_list_adapters_with_their_parent(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    cards = {card.id: card.model_dump() for card in client.models.list()}
+    assert set(cards) == {BASE, "upper", "reverse", "sort", "shift"}
+    assert cards["upper"]["parent"] == BASE
+    assert cards["upper"]["root"].endswith("upper")
+
+
+def test_an_unknown_model_is_404_and_never_answered_by_base(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    with pytest.raises(openai.NotFoundError, match="nobody"):
+        client.chat.completions.create(model="nobody", messages=[{"role": "user", "content": "a"}])
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status"),
+    [
+        ("/v1/chat/completions", b"{", 400),
+        ("/v1/completions", b'{"model": "vexpert-demo", "prompt": "a", "nonsense": 1}', 400),
+        ("/v1/completions", b'{"model": "vexpert-demo", "prompt": "a", "temperature": -1}', 400),
+        ("/v1/completions", b'{"model": "vexpert-demo", "prompt": "a", "top_p": 7}', 400),
+        ("/v1/completions", b'{"model": "vexpert-demo", "prompt": "%s"}' % (b"a" * 9000), 400),
+        ("/v1/load_lora_adapter", b'{"lora_name": "x", "lora_path": "/no/such/folder"}', 400),
+        ("/v1/load_lora_adapter", b'{"lora_name": "x", "lora_path": "/tmp"}', 400),
+        ("/v1/unload_lora_adapter", b'{"lora_name": "x"}', 404),
+    ],
+)
+def test_bad_input_is_a_4xx_with_a_cause(url: str, path: str, body: bytes, status: int) -> None:
+    reply = httpx.post(url + path, content=body, headers={"Content-Type": "application/json"})
+    assert reply.status_code == status, reply.text
+    assert len(reply.json()["error"]["message"]) > 10
+    assert httpx.get(url + "/health").status_code == 200
+    assert asyncio.run(ask_all(url, [("upper", "still")], 1)) == ["STILL"]
+
+
+def test_an_adapter_loads_answers_and_unloads(url: str) -> None:
+    import vexpert.demo
+
+    path = str(vexpert.demo.adapter_paths()["reverse"])
+    loaded = httpx.post(
+        url + "/v1/load_lora_adapter", json={"lora_name": "back", "lora_path": path}
+    )
+    assert loaded.status_code == 200, loaded.text
+    assert asyncio.run(ask_all(url, [("back", "hello")], 1)) == ["olleh"]
+    gone = httpx.post(url + "/v1/unload_lora_adapter", json={"lora_name": "back"})
+    assert gone.status_code == 200, gone.text
+    with pytest.raises(openai.NotFoundError):
+        asyncio.run(ask_all(url, [("back", "hello")], 1))
