@@ -1,0 +1,75 @@
+"""A transformers model as the engine sees it: facts, targets, cache and forward."""
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vexpert.lora.types import BatchView, LoraState, TargetMap
+from vexpert.models.attention import AttentionLayer, StepContext
+from vexpert.models.cache import StepCache
+from vexpert.models.masks import MaskKind
+from vexpert.models.plan import StepPlan
+from vexpert.models.types import ModelInfo, StepInput
+
+
+@dataclass
+class TransformersModel:
+    """Implements ServedModel. One thread at a time may run it; several models may run at once."""
+
+    info: ModelInfo
+    targets: TargetMap
+    lora: LoraState
+    context_lora: LoraState  # of layers that run on the gathered context of latent attention
+    model: Any
+    layers: list[AttentionLayer]
+    context: StepContext
+    cache: StepCache
+    cache_name: str  # the model's keyword for its cache
+    block_size: int = 0
+
+    def allocate_cache(self, num_blocks: int, block_size: int) -> None:
+        """Allocate the KV cache of every layer; called once."""
+        assert not self.block_size, "the cache is already allocated"
+        self.block_size = block_size
+        for layer in self.layers:
+            layer.allocate(num_blocks, block_size, self.info.dtype, self.info.device)
+
+    @torch.inference_mode()
+    def forward(self, step: StepInput) -> torch.Tensor:
+        """Logits [n, vocab_size] float32 of `step.logit_rows`; writes the step's KV in place."""
+        assert self.block_size, "allocate_cache comes first"
+        plan = StepPlan(step, self.block_size)
+        self._begin(plan)
+        inputs = {
+            "input_ids": step.token_ids[None],
+            "position_ids": step.positions[None],
+            "logits_to_keep": step.logit_rows,
+            "use_cache": False,
+            self.cache_name: self.cache,
+        }
+        try:
+            logits: torch.Tensor = self.model(**inputs).logits
+        finally:
+            self.context.plan = None
+            self.lora.set_view(None)
+            self.context_lora.set_view(None)
+        return logits[0].float()
+
+    def _begin(self, plan: StepPlan) -> None:
+        """Show `plan` and its adapters to the layers."""
+        self.context.plan = plan
+        self.lora.set_view(plan.step.lora)
+        view = self.lora.view
+        kind = self._latent_kind()
+        if view is None or kind is None:
+            self.context_lora.set_view(None)
+            return
+        slots = plan.context_slots(kind, view.slots)
+        self.context_lora.tables = self.lora.tables
+        self.context_lora.set_view(
+            BatchView(slots, view.logit_slots, view.active_slots, view.use_virtual_experts)
+        )
+
+    def _latent_kind(self) -> MaskKind | None:
+        return next((layer.kind for layer in self.layers if layer.is_latent), None)

@@ -1,0 +1,58 @@
+"""Puts the MoE runner and the LoRA-aware layers into a loaded model."""
+
+from typing import Any
+
+import torch
+from torch import nn
+
+from vexpert.lora.layers import LoraEmbedding, LoraLinear, LoraLmHead, experts_hooks, wrap_router
+from vexpert.lora.types import EmbeddingTarget, ExpertsTarget, LinearTarget, LoraState, TargetMap
+from vexpert.models.experts import ExpertsLayer
+from vexpert.moe.runner import MoeRunner
+from vexpert.ops.backend import LoraBackend
+
+
+def attach_runners(experts: dict[str, ExpertsLayer], backend: LoraBackend) -> None:
+    """Give every experts layer its MoE runner."""
+    for layer in experts.values():
+        layer.runner = MoeRunner(layer.weights, backend)
+
+
+def swap_layers(
+    model: Any,
+    targets: TargetMap,
+    experts: dict[str, ExpertsLayer],
+    states: tuple[LoraState, LoraState],
+    on_context: set[str],
+    backend: LoraBackend,
+) -> None:
+    """Replace, in place, each target of `model` by its LoRA-aware module.
+
+    `states`: of layers whose rows are the step's tokens, and of those `on_context`, whose rows are
+    the gathered context.
+    """
+    head = model.get_output_embeddings()
+    for path, target in targets.targets.items():
+        module = model.get_submodule(path)
+        state = states[path in on_context]
+        if isinstance(target, ExpertsTarget):
+            experts[path].hooks = experts_hooks(target, state, backend)
+        elif isinstance(target, EmbeddingTarget):
+            _replace(model, path, LoraEmbedding.wrap(module, target, state, backend))
+        elif module is head:
+            _replace(model, path, LoraLmHead.wrap(module, target, state, backend))
+        else:
+            _replace(model, path, _wrap_linear(module, target, state, backend))
+
+
+def _wrap_linear(
+    module: nn.Module, target: LinearTarget, state: LoraState, backend: LoraBackend
+) -> nn.Module:
+    if type(module) is nn.Linear:
+        return LoraLinear.wrap(module, target, state, backend)
+    return wrap_router(module, target, state, backend)
+
+
+def _replace(model: nn.Module, path: str, module: nn.Module) -> None:
+    parent, _, name = path.rpartition(".")
+    setattr(model.get_submodule(parent), name, module)
