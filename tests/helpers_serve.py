@@ -15,7 +15,7 @@ def free_port() -> int:
 
 @contextmanager
 def serve(*arguments: str) -> Iterator[str]:
-    """Run the server until the block ends; yields its URL. The ready line is part of the contract."""
+    """Run the server until the block ends; yields its URL, read off the ready line."""
     port = free_port()
     command = [sys.executable, "-m", "vexpert", "serve", *arguments, "--port", str(port)]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True)

@@ -2,12 +2,12 @@
 
 import pytest
 import torch
-from helpers_lora import adapter, canonical_delta, stored_delta, tiny_targets
+from helpers_adapters import adapter, canonical_delta, stored_delta, tiny_targets
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vexpert.lora.arena import Allocator, Arena
-from vexpert.lora.pack import PackedAdapter, pack
+from vexpert.lora.pack import PackedAdapter, align_up, pack, start_alignment
 from vexpert.lora.pool import SlotPool
 
 CPU = torch.device("cpu")
@@ -24,11 +24,17 @@ KINDS = {
         ]
     )
 }
+ALIGNMENT = 4 * start_alignment(TARGETS, CPU, torch.float32)
 PACKED = {seed: pack(weights, TARGETS, torch.float32) for seed, weights in KINDS.items()}
 
 
 def make_pool(num_slots: int, nbytes: int) -> SlotPool:
     return SlotPool(TARGETS, num_slots, nbytes, CPU, torch.float32)
+
+
+def taken(seed: int) -> int:
+    """Bytes of the arena that an adapter takes."""
+    return align_up(PACKED[seed].nbytes, ALIGNMENT)
 
 
 def put(pool: SlotPool, packed: PackedAdapter) -> int:
@@ -94,7 +100,7 @@ def test_integrity_check_sees_planted_faults(fault: str) -> None:
 
 def test_compaction_moves_overlapping_blocks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vexpert.lora.arena.MOVE_ELEMENTS", 3)
-    arena = Arena(40 * 4, CPU, torch.float32)
+    arena = Arena(40 * 4, CPU, torch.float32, alignment=4)
     small, large = arena.allocator.allocate(4), arena.allocator.allocate(20)
     assert small is not None
     assert large is not None
@@ -118,9 +124,9 @@ class Model:
         before = dict(self.seed)
         evicted = self.pool.make_room(packed.nbytes)
         pinned = [slot for slot in before if self.pins[slot]]
-        pinned_bytes = sum(PACKED[before[slot]].nbytes for slot in pinned)
+        pinned_bytes = sum(taken(before[slot]) for slot in pinned)
         possible = len(pinned) < self.pool.num_slots
-        possible &= pinned_bytes + packed.nbytes <= self.pool.arena.nbytes
+        possible &= pinned_bytes + taken(seed) <= self.pool.arena.nbytes
         assert (evicted is not None) == possible
         for slot in evicted or ():
             assert not self.pins.pop(slot)
@@ -147,12 +153,11 @@ class Model:
 
     def check(self) -> None:
         self.pool.check_integrity()
-        used = sum(PACKED[seed].nbytes for seed in self.seed.values())
+        used = sum(taken(seed) for seed in self.seed.values())
         assert self.pool.arena.used_bytes == used
         for slot in range(self.pool.num_slots):
             if slot in self.seed:
-                packed = PACKED[self.seed[slot]]
-                assert self.pool.resident_bytes(slot) == packed.nbytes
+                assert self.pool.resident_bytes(slot) == taken(self.seed[slot])
             else:
                 assert all(table.host_rank[slot] == 0 for table in self.pool.tables)
 
@@ -167,7 +172,7 @@ ACTIONS = st.tuples(
 def test_pool_under_random_use(
     actions: list[tuple[str, int]], num_slots: int, adapters: float
 ) -> None:
-    model = Model(make_pool(num_slots, int(PACKED[1].nbytes * adapters)))
+    model = Model(make_pool(num_slots, int(taken(1) * adapters)))
     for action, number in actions:
         model.act(action, number)
         model.check()
@@ -187,27 +192,27 @@ def test_least_recently_used_unpinned_slot_leaves_first() -> None:
 
 
 def test_nothing_is_evicted_when_it_would_not_help() -> None:
-    pool = make_pool(3, PACKED[1].nbytes + PACKED[0].nbytes)
+    pool = make_pool(3, taken(1) + taken(0))
     pool.pin(put(pool, PACKED[0]))
     idle = put(pool, PACKED[2])
-    assert pool.make_room(PACKED[1].nbytes + 16) is None
+    assert pool.make_room(taken(1) + 16) is None
     assert_slot_is(pool, idle, 2)
 
 
 def test_compaction_keeps_every_adapter_right() -> None:
     seeds = (3, 2, 3, 4)
-    pool = make_pool(6, sum(PACKED[seed].nbytes for seed in seeds))
+    pool = make_pool(6, sum(taken(seed) for seed in seeds))
     slots = [put(pool, PACKED[seed]) for seed in seeds]
     pool.pin(slots[3])  # a running adapter may move, between two steps
     pool.remove(slots[0])
     pool.remove(slots[2])
-    hole = PACKED[3].nbytes
+    hole = taken(3)
     large = pack(adapter(TARGETS, 8, 2, ("experts", "q")), TARGETS, torch.float32)
-    assert hole < large.nbytes <= 2 * hole
+    assert hole < align_up(large.nbytes, ALIGNMENT) <= 2 * hole
     assert pool.make_room(large.nbytes) == ()
     pool.install(large)
     pool.check_integrity()
-    assert pool.arena.used_bytes == PACKED[2].nbytes + PACKED[4].nbytes + large.nbytes
+    assert pool.arena.used_bytes == taken(2) + taken(4) + align_up(large.nbytes, ALIGNMENT)
     assert_slot_is(pool, slots[1], 2)
     assert_slot_is(pool, slots[3], 4)
 
@@ -223,6 +228,24 @@ def test_a_removed_slot_and_its_successor_show_nothing_stale() -> None:
     assert slot == full
     assert_slot_is(pool, slot, 0)
     pool.check_integrity()
+
+
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+def test_install_evict_and_compact_on_a_gpu() -> None:
+    packed = {
+        seed: pack(weights, TARGETS, torch.float32, pin_memory=True)
+        for seed, weights in KINDS.items()
+    }
+    size = packed[1].nbytes + packed[4].nbytes
+    pool = SlotPool(TARGETS, 3, size, torch.device("cuda"), torch.float32)
+    put(pool, packed[2])
+    kept = put(pool, packed[4])
+    pool.pin(kept)
+    largest = put(pool, packed[1])  # evicts slot 0, and moves what is pinned
+    pool.check_integrity()
+    assert_slot_is(pool, kept, 4)
+    assert_slot_is(pool, largest, 1)
 
 
 @pytest.mark.parametrize("fault", ["rank", "offset", "host_rank", "stale"])

@@ -30,7 +30,11 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request's state after a step. `outputs` hold everything so far, not the last step alone."""
+    """A request's state after a step. `outputs` hold everything so far, not the last step alone.
+
+    While a request runs, the lists of token ids and logprobs are the engine's own: read them, copy
+    what must not grow with the next step, and change nothing.
+    """
 
     request_id: str
     prompt: str | None

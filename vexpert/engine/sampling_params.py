@@ -16,8 +16,9 @@ class SamplingParams:
     """How to choose tokens, when to stop, and what to report. Bad values raise RequestError.
 
     temperature 0 is greedy; top_k 0 or -1 is off. `logprobs=n` reports the n likeliest tokens and
-    the chosen one, of the log-softmax before temperature and penalties; `prompt_logprobs` the same
-    for each prompt token after the first.
+    the chosen one, of the log-softmax before temperature and penalties; -1 is the whole vocabulary.
+    `prompt_logprobs` is the same for each prompt token after the first. Completion i of n uses
+    seed + i.
     """
 
     n: int = 1
@@ -62,7 +63,10 @@ class SamplingParams:
         _require(all(self.stop), "stop", self.stop, "a stop string must not be empty")
         for name in ("logprobs", "prompt_logprobs"):
             value = getattr(self, name)
-            _require(value is None or 0 <= value <= 20, name, value, "use 0 to 20, or None")
+            rule = "use a count, -1 for the whole vocabulary, or None"
+            _require(value is None or value >= -1, name, value, rule)
+        seed_ok = self.seed is None or -(2**63) <= self.seed < 2**64
+        _require(seed_ok, "seed", self.seed, "use an integer of 64 bits, or None")
         for token, bias in self.logit_bias.items():
             _require(-100.0 <= bias <= 100.0, "logit_bias", {token: bias}, "use -100 to 100")
 

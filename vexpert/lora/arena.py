@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 import torch
 
-from vexpert.lora.pack import ALIGN_BYTES, align_up
+from vexpert.lora.pack import align_up
 
 MOVE_ELEMENTS = 1 << 22  # compaction copies through a scratch of this size, never a whole adapter
 
@@ -90,10 +90,11 @@ class Allocator:
 
 
 class Arena:
-    """A flat buffer on the device, divided by an Allocator."""
+    """A flat buffer on the device; blocks start at multiples of `alignment` elements."""
 
-    def __init__(self, nbytes: int, device: torch.device, dtype: torch.dtype) -> None:
-        alignment = max(1, ALIGN_BYTES // dtype.itemsize)
+    def __init__(
+        self, nbytes: int, device: torch.device, dtype: torch.dtype, alignment: int
+    ) -> None:
         self.allocator = Allocator(nbytes // dtype.itemsize, alignment)
         self.buffer = torch.empty(self.allocator.capacity, dtype=dtype, device=device)
 

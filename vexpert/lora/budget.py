@@ -7,29 +7,44 @@ import torch
 
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
-from vexpert.lora.pack import ALIGN_BYTES, align_up
-from vexpert.lora.types import EmbeddingTarget, TargetMap
-from vexpert.ops.types import LoraSite
+from vexpert.lora.pack import align_up, packed_elements, start_alignment
+from vexpert.lora.types import (
+    AdapterWeights,
+    EmbeddingTarget,
+    ExpertsFactors,
+    Factors,
+    LinearTarget,
+    Target,
+    TargetMap,
+)
 
 FREE_SHARE = 0.2  # of free memory, at most, unless `lora_memory` says otherwise
 
 
-def _site_elements(site: LoraSite, is_embedding: bool) -> list[int]:
-    """Elements of each tensor of a site that is adapted in full, at the largest rank."""
-    rank = site.max_rank // len(site.slices)
-    experts = 1 if is_embedding else site.num_experts
-    factors_b = [experts * rank * output.size for output in site.slices]
-    return [site.num_experts * site.max_rank * site.in_features, *factors_b]
+def _full(experts: int, out: int, width: int, rank: int) -> Factors:
+    shape_a, shape_b = (experts, rank, width), (experts, out, rank)
+    return Factors(torch.empty(shape_a, device="meta"), torch.empty(shape_b, device="meta"), 1.0)
 
 
-def full_adapter_bytes(targets: TargetMap, dtype: torch.dtype) -> int:
-    """Bytes of an adapter of the largest rank on every target, nothing shared."""
-    embeddings = {t.site.index for t in targets.targets.values() if isinstance(t, EmbeddingTarget)}
-    return sum(
-        align_up(count * dtype.itemsize, ALIGN_BYTES)
-        for site in targets.sites
-        for count in _site_elements(site, site.index in embeddings)
+def _full_module(target: Target) -> Factors | ExpertsFactors:
+    """Factors without data of the largest rank, nothing shared."""
+    if isinstance(target, EmbeddingTarget):
+        return _full(1, target.embedding_dim, target.num_embeddings, target.site.max_rank)
+    if isinstance(target, LinearTarget):
+        return _full(1, target.out_features, target.in_features, target.site.max_rank)
+    count, rank = target.num_experts, target.down.max_rank
+    inner, hidden = target.intermediate_size, target.hidden_size
+    gate = _full(count, inner, hidden, rank) if target.has_gate else None
+    return ExpertsFactors(
+        gate, _full(count, inner, hidden, rank), _full(count, hidden, inner, rank)
     )
+
+
+def full_adapter_bytes(targets: TargetMap, device: torch.device, dtype: torch.dtype) -> int:
+    """Bytes in the arena of an adapter of the largest rank on every target, nothing shared."""
+    modules = {path: _full_module(target) for path, target in targets.targets.items()}
+    elements = packed_elements(AdapterWeights(modules), targets, dtype)
+    return align_up(elements, start_alignment(targets, device, dtype)) * dtype.itemsize
 
 
 def free_bytes(device: torch.device) -> int:
@@ -53,5 +68,5 @@ def arena_bytes(
         if config.lora_memory < 0:
             raise ConfigError(f"lora_memory={config.lora_memory}: bytes, at least 0")
         return config.lora_memory
-    wanted = config.max_loras * full_adapter_bytes(targets, dtype)
+    wanted = config.max_loras * full_adapter_bytes(targets, device, dtype)
     return min(wanted, int(free_bytes(device) * FREE_SHARE))

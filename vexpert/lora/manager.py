@@ -51,9 +51,6 @@ class AdapterManager:
         self._loading: set[str] = set()
         self._next_version = itertools.count(1)
         self._clock = itertools.count(1)
-        logger.info(
-            "adapters: %d slots, %.1f MiB", config.max_loras, self.pool.arena.nbytes / 2**20
-        )
 
     # ---- names: any thread
 
@@ -206,6 +203,8 @@ class AdapterManager:
         version.last_use = next(self._clock)
         self._current[name] = self._versions[ref] = version
         self._trim_host()
+        megabytes = host.packed.nbytes / 2**20
+        logger.info("adapter %s: version %d, %.1f MiB from %s", name, ref.version, megabytes, path)
         return self._info(version)
 
     def _find(self, name: str) -> Version:

@@ -4,7 +4,8 @@ Formula: slice i of a site adds `scale * B_i @ A_i @ x`. A is stored as [E or 1,
 rows of all distinct A of the site; B as its transpose [E or 1, r, size] with the scale inside.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field, replace
+from math import lcm
 
 import torch
 
@@ -22,6 +23,7 @@ from vexpert.lora.types import (
 from vexpert.ops.types import LoraSite
 
 ALIGN_BYTES = 16  # widest load of a GPU thread
+MAX_START_ALIGNMENT = 1 << 18  # elements: at most 1 MiB of padding for an adapter of many MiB
 
 
 def align_up(size: int, alignment: int) -> int:
@@ -59,9 +61,22 @@ class PackedAdapter:
         return self.buffer.numel() * self.buffer.element_size()
 
 
+def _rows_together(source: torch.Tensor) -> torch.Tensor:
+    """The same [E, r, width]; if experts vary fastest in memory, as B's do in a file, reordered.
+
+    A plain transpose of a matrix and a copy of whole rows: 8 times as fast as one 3-D copy.
+    """
+    experts, rank, width = source.shape
+    by_width = source.permute(2, 1, 0)
+    if experts == 1 or not by_width.is_contiguous():
+        return source
+    matrix = by_width.reshape(width, rank * experts).t().contiguous()
+    return matrix.view(rank, experts, width).transpose(0, 1)
+
+
 @dataclass(frozen=True)
 class _Piece:
-    """A part of the buffer and what to write there."""
+    """A part of a region and what to write there."""
 
     offset: int
     shape: tuple[int, int, int]
@@ -69,27 +84,31 @@ class _Piece:
     source: torch.Tensor  # broadcasts to `shape`
     scale: float
 
+    def write(self, region: torch.Tensor) -> None:
+        """Scales are folded in float32, then rounded."""
+        source = self.source
+        if self.scale != 1.0:
+            source = source.to(torch.float32) * self.scale
+        start = region.storage_offset() + self.offset
+        source = _rows_together(source.to(region.dtype))
+        region.as_strided(self.shape, self.strides, start).copy_(source)
 
-class _Plan:
-    """Places tensors one after another; writes them once the total is known."""
 
-    def __init__(self, dtype: torch.dtype) -> None:
-        self.dtype = dtype
-        self.alignment = max(1, ALIGN_BYTES // dtype.itemsize)
-        self.size = 0
-        self.pieces: list[_Piece] = []
+@dataclass
+class _Region:
+    """Tensors one after another, each at a multiple of `alignment` elements."""
 
-    def _reserve(self, count: int) -> int:
-        offset = self.size
-        self.size = align_up(offset + count, self.alignment)
-        return offset
+    alignment: int
+    size: int = 0
+    pieces: list[_Piece] = field(default_factory=list)
 
     def rows(self, sources: list[torch.Tensor], scale: float = 1.0) -> tuple[int, int]:
         """Place [L, r_i, width] tensors as one [E or 1, sum r_i, width]; its offset and stride."""
         leading = max(source.shape[0] for source in sources)
         total, width = sum(source.shape[1] for source in sources), sources[0].shape[2]
         expert = total * width
-        offset = position = self._reserve(leading * expert)
+        offset = position = self.size
+        self.size = align_up(offset + leading * expert, self.alignment)
         for source in sources:
             assert source.shape[0] in (1, leading), source.shape
             assert source.shape[2] == width, source.shape
@@ -98,15 +117,51 @@ class _Plan:
             position += source.shape[1] * width
         return offset, expert if leading > 1 else 0
 
-    def write(self, pin_memory: bool) -> torch.Tensor:
-        """The buffer [size]; padding is zero. Scales are folded in float32, then rounded."""
-        buffer = torch.zeros(self.size, dtype=self.dtype, pin_memory=pin_memory)
-        for piece in self.pieces:
-            source = piece.source
-            if piece.scale != 1.0:
-                source = source.to(torch.float32) * piece.scale
-            buffer.as_strided(piece.shape, piece.strides, piece.offset).copy_(source)
-        return buffer
+
+class _Plan:
+    """Where everything goes: first every A, then B^T by the size of its rows.
+
+    A B^T starts at a multiple of its row size: a CPU then reads its rows where they lie, as rows
+    of one matrix. Neighbours of equal size need no padding for that.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+        self.unit = max(1, ALIGN_BYTES // dtype.itemsize)
+        self.a = _Region(self.unit)
+        self.b: dict[int, _Region] = {}
+        self.entries: list[SiteEntry] = []
+
+    def place_a(self, sources: list[torch.Tensor]) -> tuple[int, int]:
+        return self.a.rows(sources)
+
+    def place_b(self, factors: Factors) -> tuple[int, int]:
+        """Offset within the region of this row size, and stride."""
+        size = factors.b.shape[1]
+        region = self.b.setdefault(size, _Region(lcm(size, self.unit)))
+        return region.rows([factors.b.transpose(1, 2)], factors.scale)
+
+    def bases(self) -> tuple[dict[int, int], int]:
+        """First element of each B region by row size, and the elements of the whole buffer."""
+        position, bases = self.a.size, {}
+        for size, region in sorted(self.b.items(), reverse=True):
+            bases[size] = align_up(position, region.alignment)
+            position = bases[size] + region.size
+        return bases, position
+
+    def finish(self, targets: TargetMap, pin_memory: bool) -> PackedAdapter:
+        bases, total = self.bases()
+        buffer = torch.zeros(total, dtype=self.dtype, pin_memory=pin_memory)
+        for start, region in [(0, self.a), *((bases[size], r) for size, r in self.b.items())]:
+            for piece in region.pieces:
+                piece.write(buffer[start:])
+        moved = []
+        for entry in sorted(self.entries, key=lambda entry: entry.site):
+            starts = [bases.get(output.size, 0) for output in targets.sites[entry.site].slices]
+            offsets = tuple(o + s for o, s in zip(entry.b_offset, starts, strict=True))
+            moved.append(replace(entry, b_offset=offsets))
+        rank = max((r for entry in moved for r in entry.slice_rank), default=0)
+        return PackedAdapter(buffer, tuple(moved), rank)
 
 
 def _place_linear(plan: _Plan, site: LoraSite, factors: Factors) -> SiteEntry:
@@ -114,8 +169,8 @@ def _place_linear(plan: _Plan, site: LoraSite, factors: Factors) -> SiteEntry:
     assert len(site.slices) == 1, site.name
     assert factors.a.shape == (1, rank, site.in_features), (site.name, factors.a.shape)
     assert factors.b.shape == (1, site.out_features, rank), (site.name, factors.b.shape)
-    a_offset, _ = plan.rows([factors.a])
-    b_offset, _ = plan.rows([factors.b.transpose(1, 2)], factors.scale)
+    a_offset, _ = plan.place_a([factors.a])
+    b_offset, _ = plan.place_b(factors)
     return SiteEntry(site.index, rank, a_offset, 0, (rank,), (0,), (b_offset,), (0,))
 
 
@@ -123,8 +178,8 @@ def _place_embedding(plan: _Plan, site: LoraSite, factors: Factors) -> SiteEntry
     rank = factors.rank
     assert factors.a.shape == (1, rank, site.num_experts), (site.name, factors.a.shape)
     assert factors.b.shape == (1, site.out_features, rank), (site.name, factors.b.shape)
-    a_offset, a_stride = plan.rows([factors.a[0].t().unsqueeze(2)])
-    b_offset, _ = plan.rows([factors.b.transpose(1, 2)], factors.scale)
+    a_offset, a_stride = plan.place_a([factors.a[0].t().unsqueeze(2)])
+    b_offset, _ = plan.place_b(factors)
     return SiteEntry(site.index, rank, a_offset, a_stride, (rank,), (0,), (b_offset,), (0,))
 
 
@@ -140,11 +195,9 @@ def _place_experts(plan: _Plan, site: LoraSite, parts: list[Factors | None]) -> 
             rank += part.rank
     if not sources:
         return None
-    a_offset, a_stride = plan.rows(sources)
+    a_offset, a_stride = plan.place_a(sources)
     blank = (0, 0)
-    placed = [
-        blank if part is None else plan.rows([part.b.transpose(1, 2)], part.scale) for part in parts
-    ]
+    placed = [blank if part is None else plan.place_b(part) for part in parts]
     return SiteEntry(
         site.index,
         rank,
@@ -184,14 +237,6 @@ def _place(plan: _Plan, target: Target, factors: Factors | ExpertsFactors) -> li
     return [_place_linear(plan, target.site, factors)]
 
 
-def _largest_rank(modules: dict[str, Factors | ExpertsFactors]) -> int:
-    ranks = [0]
-    for module in modules.values():
-        parts = [module] if isinstance(module, Factors) else [module.gate, module.up, module.down]
-        ranks += [part.rank for part in parts if part is not None]
-    return max(ranks)
-
-
 def _check_finite(buffer: torch.Tensor) -> None:
     """float16 alone can overflow where the file's own dtype does not."""
     if buffer.dtype == torch.float16 and not bool(torch.isfinite(buffer).all()):
@@ -201,6 +246,21 @@ def _check_finite(buffer: torch.Tensor) -> None:
         )
 
 
+def _plan(weights: AdapterWeights, targets: TargetMap, dtype: torch.dtype) -> _Plan:
+    plan = _Plan(dtype)
+    for path, factors in weights.modules.items():
+        plan.entries += _place(plan, targets.targets[path], factors)
+    for entry in plan.entries:
+        site = targets.sites[entry.site]
+        assert 0 < entry.rank <= site.max_rank, (site.name, entry.rank, site.max_rank)
+    return plan
+
+
+def packed_elements(weights: AdapterWeights, targets: TargetMap, dtype: torch.dtype) -> int:
+    """Elements of the buffer that `pack` would make; the tensors may be on the meta device."""
+    return _plan(weights, targets, dtype).bases()[1]
+
+
 def pack(
     weights: AdapterWeights, targets: TargetMap, dtype: torch.dtype, pin_memory: bool = False
 ) -> PackedAdapter:
@@ -208,14 +268,20 @@ def pack(
 
     Raises AdapterError when a value does not fit `dtype`. Shapes are the reader's duty: asserted.
     """
-    plan = _Plan(dtype)
-    entries: list[SiteEntry] = []
-    for path, factors in weights.modules.items():
-        entries += _place(plan, targets.targets[path], factors)
-    entries.sort(key=lambda entry: entry.site)
-    for entry in entries:
-        site = targets.sites[entry.site]
-        assert 0 < entry.rank <= site.max_rank, (site.name, entry.rank, site.max_rank)
-    buffer = plan.write(pin_memory)
-    _check_finite(buffer)
-    return PackedAdapter(buffer, tuple(entries), _largest_rank(weights.modules))
+    packed = _plan(weights, targets, dtype).finish(targets, pin_memory)
+    _check_finite(packed.buffer)
+    return packed
+
+
+def start_alignment(targets: TargetMap, device: torch.device, dtype: torch.dtype) -> int:
+    """Elements at whose multiples an adapter starts in the arena.
+
+    On a CPU, a multiple of B^T's row sizes (vocabularies aside), so that the rows of all adapters
+    line up and one call reads them all; a GPU reads any row, and takes the memory instead.
+    """
+    unit = max(1, ALIGN_BYTES // dtype.itemsize)
+    if device.type == "cpu":
+        for size in sorted({output.size for site in targets.sites for output in site.slices}):
+            common = lcm(unit, size)
+            unit = common if common <= MAX_START_ALIGNMENT else unit
+    return unit

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import torch
 
 from vexpert.lora.arena import Arena
-from vexpert.lora.pack import PackedAdapter, SiteEntry
+from vexpert.lora.pack import PackedAdapter, SiteEntry, start_alignment
 from vexpert.lora.tables import Tables, extent
 from vexpert.lora.types import TargetMap
 from vexpert.ops.types import SiteTable
@@ -40,7 +40,8 @@ class SlotPool:
         self._sites = targets.sites
         # Inference tensors could not be written by a thread outside inference mode.
         with torch.inference_mode(False):
-            self.arena = Arena(arena_bytes, device, dtype)
+            alignment = start_alignment(targets, device, dtype)
+            self.arena = Arena(arena_bytes, device, dtype, alignment)
             self._tables = Tables(targets.sites, num_slots, self.arena.buffer)
         self._residents: list[Resident | None] = [None] * num_slots
         self._clock = 0
@@ -56,7 +57,8 @@ class SlotPool:
 
     def fits(self, nbytes: int) -> bool:
         """Whether an adapter of `nbytes` fits an empty arena."""
-        return nbytes <= self.arena.nbytes
+        allocator = self.arena.allocator
+        return allocator.rounded(nbytes // self.arena.itemsize) <= allocator.capacity
 
     def _resident(self, slot: int) -> Resident:
         resident = self._residents[slot]

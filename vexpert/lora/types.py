@@ -56,6 +56,9 @@ class TargetMap:
     architecture: str  # e.g. "Qwen3MoeForCausalLM"
     targets: dict[str, Target]
     sites: tuple[LoraSite, ...]  # sites[i].index == i
+    # Shapes of all parameters and persistent buffers of the model by name: what full weights and
+    # biases in a file are held to. Empty: only the weights of targets are known.
+    parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -85,11 +88,40 @@ class ExpertsFactors:
 
 
 @dataclass(frozen=True)
+class ExpertsMagnitude:
+    """DoRA's magnitudes of routed experts, each [E, out]; NaN: that expert is not adapted."""
+
+    gate: torch.Tensor | None = None
+    up: torch.Tensor | None = None
+    down: torch.Tensor | None = None
+
+
+@dataclass(frozen=True)
+class TokenRows:
+    """Rows of an embedding or of lm_head that the adapter replaces."""
+
+    indices: tuple[int, ...]
+    rows: torch.Tensor  # [len(indices), dim]
+
+
+@dataclass(frozen=True)
 class AdapterWeights:
-    """A whole adapter in canonical form on the host, keyed by target path. Immutable."""
+    """A whole adapter in canonical form on the host, keyed by target path. Immutable.
+
+    What goes beyond pairs of factors is an *extra*; `extras` names the kinds used, and a caller
+    that cannot apply one must not use the adapter.
+    """
 
     modules: dict[str, Factors | ExpertsFactors]
     warnings: tuple[str, ...] = ()
+    formats: tuple[str, ...] = ()  # formats found in the file, e.g. "fused experts"
+    extras: frozenset[str] = frozenset()  # members of vexpert.lora.extras.EXTRAS
+    # DoRA: row o of the merged weight is magnitude[o] * unit vector of (W + delta W)[o]; [out]
+    magnitude: dict[str, torch.Tensor] = field(default_factory=dict)
+    expert_magnitude: dict[str, ExpertsMagnitude] = field(default_factory=dict)
+    bias: dict[str, torch.Tensor] = field(default_factory=dict)  # [out], added; scale folded in
+    full: dict[str, torch.Tensor] = field(default_factory=dict)  # parameter name -> replacement
+    tokens: dict[str, TokenRows] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)

@@ -35,7 +35,10 @@ class SiteDelta:
     def is_adapted(self, view: BatchView) -> bool:
         """Whether an active slot adapts this site; decided on the host."""
         ranks = self.table.host_rank
-        return any(ranks[slot] for slot in view.active_slots)
+        for slot in view.active_slots:  # noqa: SIM110 (half the time of any(), in every layer)
+            if ranks[slot]:
+                return True
+        return False
 
     def group(
         self, view: BatchView, slots: torch.Tensor, experts: torch.Tensor | None
@@ -67,29 +70,15 @@ class SiteDelta:
 
         Computes in the arena's dtype whatever those of x and y are (routers may run in float32).
         """
-        assert groups.slots.shape[0] == y.shape[0], (
-            f"{self.site.name}: {y.shape[0]} rows, but the step has {groups.slots.shape[0]}"
-        )
-        dtype = self.table.arena.dtype
-        x = x.to(dtype)
-        if y.dtype == dtype:
-            self._apply(view, groups, x, y, x_rows)
-            return
-        delta = torch.zeros_like(y, dtype=dtype)
-        self._apply(view, groups, x, delta, x_rows)
-        y.add_(delta)
-
-    def _apply(
-        self,
-        view: BatchView,
-        groups: RowGroups,
-        x: torch.Tensor,
-        y: torch.Tensor,
-        x_rows: torch.Tensor | None,
-    ) -> None:
-        if groups.routing is not None:
-            self.backend.apply(x, y, self.site, self.table, groups.routing, x_rows)
-            return
-        self.backend.apply_per_adapter(
-            x, y, self.site, self.table, groups.slots, groups.experts, view.active_slots, x_rows
-        )
+        table = self.table
+        dtype = table.arena.dtype
+        if x.dtype is not dtype or y.dtype is not dtype:
+            delta = torch.zeros_like(y, dtype=dtype)
+            self.add(view, groups, x.to(dtype), delta, x_rows)
+            y.add_(delta)
+        elif groups.routing is not None:
+            self.backend.apply(x, y, self.site, table, groups.routing, x_rows)
+        else:
+            self.backend.apply_per_adapter(
+                x, y, self.site, table, groups.slots, groups.experts, view.active_slots, x_rows
+            )

@@ -1,0 +1,118 @@
+"""`vexpert chat` and `vexpert bench serve` against a running server."""
+
+import json
+from typing import Any
+
+import pytest
+from helpers_server import BASE, NAMES, RunningServer, right_answer
+
+from vexpert.cli.bench.report import percentile
+from vexpert.cli.main import main
+
+pytest_plugins = ["helpers_server_fixtures"]
+
+
+def test_compare_prints_a_line_for_each_name(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--url", server.url, "--compare", "hello"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert lines == [f"{name}\t{right_answer(name, 'hello')}" for name in [BASE, *sorted(NAMES)]]
+
+
+@pytest.mark.parametrize(("model", "answer"), [([], "hello"), (["--model", "reverse"], "olleh")])
+def test_once_prints_the_answer(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], model: list[str], answer: str
+) -> None:
+    assert main(["chat", "--url", server.url, "--once", "hello", *model]) == 0
+    assert capsys.readouterr().out == f"{answer}\n"
+
+
+def test_an_unknown_model_is_told(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    assert main(["chat", "--url", server.url, "--once", "hello", "--model", "nobody"]) == 2
+    assert "404" in capsys.readouterr().err
+
+
+def test_a_conversation(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lines = iter(
+        [
+            "",
+            "hello",
+            "/use upper",
+            "hello",
+            "/use nobody",
+            "/models",
+            "/compare abc",
+            "/fly",
+            "/new",
+        ]
+    )
+
+    def typed(prompt: str) -> str:
+        if (line := next(lines, None)) is None:
+            raise EOFError
+        return line
+
+    monkeypatch.setattr("builtins.input", typed)
+    assert main(["chat", "--url", server.url]) == 0
+    shown = capsys.readouterr().out
+    assert f"Talking to {BASE}" in shown
+    assert shown.index("hello\n") < shown.index("HELLO\n")
+    assert shown.count("finished: stop") == 2
+    assert "error: no model 'nobody'; known:" in shown
+    assert f"  {BASE}  base model" in shown
+    assert "* upper  adapter" in shown
+    assert "bcd" in shown  # shift's cell of the table
+    assert "no command /fly" in shown
+
+
+def test_history_is_sent(fake: Any, fake_server: RunningServer, monkeypatch: Any) -> None:
+    lines = iter(["one", "two", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert main(["chat", "--url", fake_server.url, "--system", "be"]) == 0
+    expected = "<system>be\n<user>one\n<assistant>one\n<user>two\n<assistant>"
+    assert fake.prompts[-1] == expected
+
+
+def test_bench_serve_counts_every_token(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = [
+        "--num-prompts",
+        "12",
+        "--input-len",
+        "5",
+        "--output-len",
+        "7",
+        "--request-rate",
+        "200",
+    ]
+    assert main(["bench", "serve", "--url", server.url, *words]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert "Serving Benchmark Result" in lines[0]
+    result = json.loads(lines[-1])
+    assert (result["completed"], result["failed"]) == (12, 0)
+    assert (result["total_input_tokens"], result["total_output_tokens"]) == (60, 84)
+    assert 0 < result["median_ttft_ms"] <= result["p99_ttft_ms"] <= result["p99_e2el_ms"]
+    assert result["mean_itl_ms"] > 0
+
+
+def test_bench_serve_fails_when_nothing_is_answered(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--num-prompts", "2", "--models", "nobody"]
+    assert main(["bench", "serve", "--url", server.url, *words]) == 1
+    lines = capsys.readouterr().out.splitlines()
+    assert "404" in lines[-2]
+    assert json.loads(lines[-1])["failed"] == 2
+
+
+def test_percentiles_interpolate() -> None:
+    assert percentile([], 0.5) == 0.0
+    assert percentile([3.0], 0.99) == 3.0
+    assert percentile([4.0, 1.0, 3.0, 2.0], 0.5) == 2.5
+    assert percentile(list(range(101)), 0.99) == 99.0

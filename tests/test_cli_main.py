@@ -1,0 +1,149 @@
+"""Commands, options made from EngineConfig, one-line errors, and a quick start."""
+
+import argparse
+import dataclasses
+import subprocess
+import sys
+
+import pytest
+
+from vexpert import __version__
+from vexpert.cli.main import COMMANDS, build_parser, main
+from vexpert.cli.parser import engine_config
+from vexpert.cli.serve import LoraModule, lora_module
+from vexpert.config import EngineConfig
+
+
+def parse(*words: str) -> argparse.Namespace:
+    return build_parser().parse_args(words)
+
+
+def test_every_engine_option_has_a_flag() -> None:
+    assert engine_config(parse("serve")) == EngineConfig()
+    args = parse(
+        "serve", "folder", "--dtype", "bfloat16", "--max-model-len", "128", "--no-enable-lora",
+        "--gpu-memory-utilization", "0.5", "--max-loras", "3", "--no-lora-use-virtual-experts",
+        "--kv-cache-memory", "1000000", "--enforce-eager", "--lora-backend", "torch",
+    )  # fmt: skip
+    assert engine_config(args) == EngineConfig(
+        model="folder",
+        dtype="bfloat16",
+        max_model_len=128,
+        enable_lora=False,
+        gpu_memory_utilization=0.5,
+        max_loras=3,
+        lora_use_virtual_experts=False,
+        kv_cache_memory=1_000_000,
+        enforce_eager=True,
+        lora_backend="torch",
+    )
+
+
+@pytest.mark.parametrize("command", ["serve", "bench throughput"])
+def test_help_shows_every_option_in_its_group(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main([*command.split(), "--help"])
+    assert caught.value.code == 0
+    text = capsys.readouterr().out
+    for spec in dataclasses.fields(EngineConfig):
+        if spec.name != "model":
+            assert "--" + spec.name.replace("_", "-") in text
+    assert all(title in text for title in ("KV cache:", "scheduler:", "adapters:"))
+
+
+def test_lora_modules_in_both_forms() -> None:
+    args = parse(
+        "serve", "--lora-modules", "a=x/y", 'b=p=q', "--lora-modules",
+        '{"name": "c", "path": "z", "lora_B_layout": "interleaved"}',
+    )  # fmt: skip
+    assert args.lora_modules == [
+        LoraModule("a", "x/y"),
+        LoraModule("b", "p=q"),
+        LoraModule("c", "z", "interleaved"),
+    ]
+
+
+@pytest.mark.parametrize("text", ["", "name", "=path", "name=", "{", '{"name": "x"}', '{"a": 1}'])
+def test_a_bad_lora_module(text: str) -> None:
+    with pytest.raises(argparse.ArgumentTypeError):
+        lora_module(text)
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["serve", "--max-loras", "0"], "max_loras=0"),
+        (["serve", "--max-loras", "many"], "invalid int value"),
+        (["serve", "--dtype", "int3"], "int3"),
+        (["serve", "--max-lora", "3"], "did you mean --max-loras?"),
+        (["serve", "--tensor-parallel-size", "2"], "tensor_parallel_size=2"),
+        (["serve", "--lora-modules", "x"], "NAME=PATH"),
+        (["serve", "--port", "70000"], "port=70000"),
+        (["serve", "--max-body-bytes", "0"], "max_body_bytes=0"),
+        (["serve", "--gpu-memory-utilization", "3"], "gpu_memory_utilization=3.0"),
+        (["fly"], "invalid choice: 'fly'"),
+        ([], "required"),
+        (["bench", "serve", "--num-prompts", "0"], "num_prompts=0"),
+        (["chat", "--url", "http://127.0.0.1:9", "--once", "x"], "vexpert serve"),
+    ],
+)
+def test_mistakes_are_one_line_and_exit_code_2(
+    words: list[str], told: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    try:
+        code = main(words)
+    except SystemExit as ending:
+        code = int(str(ending.code))
+    shown = capsys.readouterr()
+    assert code == 2
+    assert shown.out == ""
+    assert shown.err.startswith("error: ")
+    assert shown.err.count("\n") == 1
+    assert told in shown.err
+
+
+def test_a_plain_installation_is_told_the_extra(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delitem(sys.modules, "vexpert.cli.client", raising=False)
+    monkeypatch.setitem(sys.modules, "httpx", None)  # as where it is not installed
+    assert main(["chat", "--once", "x"]) == 2
+    assert capsys.readouterr().err == "error: httpx is missing; pip install 'vexpert[serve]'\n"
+
+
+def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["--version"])
+    assert capsys.readouterr().out == f"vexpert {__version__}\n"
+
+
+def test_parsing_imports_nothing_heavy() -> None:
+    code = (
+        "import sys; from vexpert.cli.main import build_parser; build_parser()\n"
+        "heavy = {'torch', 'transformers', 'fastapi', 'pydantic', 'httpx', 'rich', 'uvicorn'}\n"
+        "sys.exit(', '.join(heavy & set(sys.modules)) or 0)"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr
+
+
+def test_collect_env_names_what_is_there_and_what_is_missing(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vexpert.cli.collect_env.PACKAGES", ("torch", "no-such-package"))
+    monkeypatch.setitem(sys.modules, "torch", None)  # as where it cannot be imported
+    assert main(["collect-env"]) == 0
+    facts = dict(line.split(": ", 1) for line in capsys.readouterr().out.splitlines())
+    assert facts["vexpert"] == __version__
+    assert facts["no-such-package"] == "not installed"
+    assert facts["gpu"].startswith("unknown")
+    assert facts["torch"][0].isdigit()
+    assert facts["memory"].endswith("GiB")
+
+
+def test_every_command_runs_from_its_module() -> None:
+    assert set(COMMANDS) == {"serve", "chat", "bench", "collect-env"}
+    for name in ("serve", "chat", "collect-env"):
+        assert parse(name).module == COMMANDS[name][0]

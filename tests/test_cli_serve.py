@@ -1,0 +1,128 @@
+"""`vexpert serve` as a process: the ready line, signals, and a port in use."""
+
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers_serve_process import fake_engine
+
+import vexpert
+from vexpert.cli import serve
+from vexpert.cli.main import main
+from vexpert.config import EngineConfig
+from vexpert.errors import ConfigError, ModelError, RequestError
+from vexpert.server.defaults import sampling_defaults
+
+SCRIPT = Path(__file__).with_name("helpers_serve_process.py")
+# The tests' own copy of the package, installed or not.
+ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(vexpert.__file__).parents[1])}
+READY = re.compile(r"vexpert ready: (http://127\.0\.0\.1:\d+) \(model (\S+), (\d+) adapters?\)\n")
+Start = Callable[..., "subprocess.Popen[str]"]
+
+
+@pytest.fixture
+def start() -> Iterator[Start]:
+    """Starts processes and leaves none behind."""
+    running: list[subprocess.Popen[str]] = []
+
+    def begin(*words: str) -> "subprocess.Popen[str]":
+        command = [sys.executable, str(SCRIPT), "serve", *words]
+        process = subprocess.Popen(
+            command, env=ENVIRONMENT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+        )
+        running.append(process)
+        return process
+
+    yield begin
+    for process in running:
+        process.kill()
+        process.communicate()
+
+
+def ready(process: "subprocess.Popen[str]") -> tuple[str, str, str]:
+    """URL, model and number of adapters, as the ready line says."""
+    assert process.stdout is not None
+    line = process.stdout.readline()
+    match = READY.fullmatch(line)
+    assert match, (line, process.communicate()[1])
+    return match[1], match[2], match[3]
+
+
+def test_ready_answers_and_ends_on_a_signal(start: Start) -> None:
+    process = start("--port", "0", "--api-key", "secret", "--lora-modules", "more=bundled")
+    url, model, adapters = ready(process)
+    assert (model, adapters) == ("vexpert-demo", "5")
+    headers = {"Authorization": "Bearer secret"}
+    models = httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
+    assert len(models) == 6
+    process.send_signal(signal.SIGINT)
+    out, log = process.communicate(timeout=20)
+    assert process.returncode == 0, log
+    assert out == ""  # stdout holds the ready line alone
+    assert "Traceback" not in log
+    assert log.count("config: ") == 1
+    assert "secret" not in log
+    assert "max_loras=8" in log
+    assert "GET /v1/models" in log
+
+
+def test_a_signal_ends_a_running_stream(start: Start) -> None:
+    process = start("--port", "0", "--disable-uvicorn-access-log", "--served-model-name", "me")
+    url, model, _ = ready(process)
+    assert model == "me"
+    body = {"model": "me", "prompt": "x" * 200, "max_tokens": 40, "stream": True}
+    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        process.send_signal(signal.SIGTERM)
+        assert [line for line in lines if line][-1] == "data: [DONE]"
+    assert process.wait(20) == 0
+    assert "POST" not in process.communicate()[1]
+
+
+def test_a_port_in_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "--port", str(taken.getsockname()[1])]) == 1
+    shown = capsys.readouterr()
+    assert shown.out == ""
+    assert shown.err.startswith("error: 127.0.0.1:")
+    assert "--port" in shown.err
+    assert shown.err.count("\n") == 1
+
+
+def test_an_adapter_that_is_none_ends_the_boot(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "build_engine", fake_engine)
+    monkeypatch.setattr(serve, "_set_up_logging", lambda level: None)
+    words = ["serve", "folder", "--port", "0", "--lora-modules", "x=/no/such/folder"]
+    assert main(words) == 2
+    assert capsys.readouterr().err.startswith("error: /no/such/folder")
+
+
+def test_adapters_without_lora_are_a_contradiction() -> None:
+    modules = [serve.LoraModule("x", "folder")]
+    with pytest.raises(ConfigError, match="no-enable-lora"):
+        serve.build_engine(EngineConfig(model="folder", enable_lora=False), modules)
+
+
+def test_sampling_defaults_of_a_model(tmp_path: Path) -> None:
+    assert sampling_defaults(str(tmp_path)) == {}
+    file = tmp_path / "generation_config.json"
+    file.write_text('{"temperature": 0.6, "top_k": 20, "eos_token_id": 5, "top_p": null}')
+    assert sampling_defaults(str(tmp_path)) == {"temperature": 0.6, "top_k": 20}
+    file.write_text('{"do_sample": false, "temperature": 0.6}')
+    assert sampling_defaults(str(tmp_path)) == {"temperature": 0.0}
+    file.write_text('{"top_p": 7}')
+    with pytest.raises(RequestError, match="top_p"):
+        sampling_defaults(str(tmp_path))
+    file.write_text("[]")
+    with pytest.raises(ModelError, match="JSON object"):
+        sampling_defaults(str(tmp_path))

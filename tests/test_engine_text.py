@@ -1,0 +1,159 @@
+"""Tokens to text: whole characters only, stop strings across tokens, nothing shown too early."""
+
+import random
+
+import pytest
+from helpers_engine import BytesTokenizer
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from tokenizers import Tokenizer, decoders, models
+from transformers import PreTrainedTokenizerFast
+
+from vexpert.engine.detokenizer import WINDOW, Detokenizer
+from vexpert.engine.sampling_params import SamplingParams
+from vexpert.engine.stop_strings import OutputText
+
+BYTES = BytesTokenizer([bytes([value]) for value in range(256)])
+
+
+def stream(tokenizer: object, tokens: list[int]) -> list[str]:
+    detokenizer = Detokenizer(tokenizer, skip_special_tokens=True)
+    return [detokenizer.append(token) for token in tokens]
+
+
+def cut(data: bytes, rng: random.Random) -> BytesTokenizer:
+    pieces = []
+    while data:
+        size = rng.randrange(1, 6)
+        pieces.append(data[:size])
+        data = data[size:]
+    return BytesTokenizer(pieces)
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.text(min_size=1, max_size=60), st.integers(0, 100))
+def test_the_deltas_join_to_the_text(text: str, seed: int) -> None:
+    text += "."  # a U+FFFD at the very end is held back for good
+    tokenizer = cut(text.encode(), random.Random(seed))
+    deltas = stream(tokenizer, list(range(len(tokenizer.pieces))))
+    assert "".join(deltas) == text
+
+
+@pytest.mark.parametrize("text", ["naïve", "日本語", "😀👩‍👩‍👧🇫🇷", "a😀", "𝔘𝔫𝔦"])
+def test_a_character_comes_whole_with_its_last_byte(text: str) -> None:
+    deltas = stream(BYTES, list(text.encode()))
+    expected = [piece for letter in text for piece in [""] * (len(letter.encode()) - 1) + [letter]]
+    assert deltas == expected
+
+
+def test_a_character_cut_off_by_the_end_is_dropped() -> None:
+    assert "".join(stream(BYTES, list("ok 😀".encode()[:-1]))) == "ok "
+
+
+def test_bytes_that_are_no_text_neither_stall_nor_crash() -> None:
+    deltas = stream(BYTES, [0xFF] * 100 + list(b"end"))
+    assert "".join(deltas).endswith("end")
+    assert "".join(deltas).count("\ufffd") == 100
+    assert "".join(deltas[:50]).count("\ufffd") == 47
+
+
+def test_a_long_text_is_decoded_in_short_windows() -> None:
+    calls = []
+
+    class Counting(BytesTokenizer):
+        def decode(self, token_ids: list[int], skip_special_tokens: bool = False) -> str:
+            calls.append(len(token_ids))
+            return super().decode(token_ids)
+
+    text = "héllo wörld 😀 " * 100
+    assert "".join(stream(Counting(BYTES.pieces), list(text.encode()))) == text
+    assert max(calls) <= 2 * WINDOW + 1
+    assert len(calls) < 1.2 * len(text.encode())
+
+
+def sentencepiece_like() -> PreTrainedTokenizerFast:
+    """Spaces as U+2581, the first one stripped, and single bytes for what is not in the words."""
+    words = ["<unk>", "▁the", "▁cat", "s", "▁", "!", *(f"<0x{value:02X}>" for value in range(256))]
+    inner = Tokenizer(
+        models.BPE(
+            {word: i for i, word in enumerate(words)}, [], unk_token="<unk>", byte_fallback=True
+        )
+    )
+    inner.decoder = decoders.Sequence(
+        [
+            decoders.Replace("▁", " "),
+            decoders.ByteFallback(),
+            decoders.Fuse(),
+            decoders.Strip(" ", 1, 0),
+        ]
+    )
+    return PreTrainedTokenizerFast(tokenizer_object=inner, unk_token="<unk>")
+
+
+def test_spaces_and_byte_fallback_of_a_real_tokenizer() -> None:
+    tokenizer = sentencepiece_like()
+    emoji = [6 + byte for byte in "😀".encode()]
+    tokens = ([1, 2, 3] * 9 + emoji + [1, 5]) * 4
+    deltas = stream(tokenizer, tokens)
+    assert "".join(deltas) == tokenizer.decode(tokens)
+    assert "".join(deltas).startswith("the cats the cats")
+    assert not any("\ufffd" in delta for delta in deltas)
+
+
+def feed(pieces: list[str], **options: object) -> tuple[list[str], str, str | None]:
+    """What is visible after each piece, the final text, and the stop string found."""
+    output = OutputText(SamplingParams(**options))
+    shown = []
+    for piece in pieces:
+        stop = output.append(piece, look_for_stops=True)
+        if stop is not None:
+            return shown, output.text, stop
+        shown.append(output.visible())
+    return shown, output.text, None
+
+
+@pytest.mark.parametrize(
+    ("pieces", "stop", "text", "found"),
+    [
+        (["ab", "cd"], ["bc"], "a", "bc"),
+        (["a", "b", "c", "d"], ["bcd"], "a", "bcd"),
+        (["hello END"], ["END"], "hello ", "END"),
+        (["x", "yz"], ["q"], "xyz", None),
+        (["abc"], ["c", "bc"], "a", "bc"),
+        (["abcabc"], ["ca", "b"], "a", "b"),
+        (["\n", "\n"], ["\n\n"], "", "\n\n"),
+        (["aa", "ab"], ["aab"], "a", "aab"),
+    ],
+)
+def test_stop_strings(pieces: list[str], stop: list[str], text: str, found: str | None) -> None:
+    assert feed(pieces, stop=stop)[1:] == (text, found)
+
+
+def test_a_kept_stop_string_ends_the_text() -> None:
+    assert feed(["ab", "cd"], stop="bc", include_stop_str_in_output=True)[1:] == ("abc", "bc")
+
+
+def test_the_beginning_of_a_stop_string_is_not_shown() -> None:
+    shown, text, _ = feed(["a", "S", "T", "x", "ST", "S"], stop=["STOP", "ab"])
+    assert shown == ["", "a", "a", "aSTx", "aSTx", "aSTxST"]
+    assert text == "aSTxSTS"
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(st.text("ab", min_size=1, max_size=3), max_size=12),
+    st.lists(st.text("ab", min_size=2, max_size=4), min_size=1, max_size=3),
+)
+def test_the_same_text_in_any_pieces_stops_alike(pieces: list[str], stops: list[str]) -> None:
+    shown, text, found = feed(pieces, stop=stops)
+    letters, letter_text, letter_found = feed(list("".join(pieces)), stop=stops)
+    assert (text, found) == (letter_text, letter_found)
+    for visible in shown + letters:
+        assert text.startswith(visible)
+
+
+def test_text_before_min_tokens_does_not_stop() -> None:
+    output = OutputText(SamplingParams(stop="ab"))
+    assert output.append("ab", look_for_stops=False) is None
+    assert output.append("xab", look_for_stops=True) == "ab"
+    assert output.text == "abx"

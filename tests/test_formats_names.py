@@ -1,0 +1,131 @@
+"""Module names of files: prefixes, wrappers, older names; keys without a place are all listed."""
+
+import pytest
+import torch
+from helpers_writers import (
+    assert_same,
+    fused_keys,
+    linear_keys,
+    per_expert_keys,
+    random_adapter,
+    save,
+    tiny_map,
+)
+
+from vexpert.errors import AdapterError
+from vexpert.lora.names import Names, Place
+from vexpert.lora.reader import read_adapter
+
+TARGETS = tiny_map("qwen3_moe")
+WANTED = random_adapter(TARGETS, 2, 4.0, torch.Generator().manual_seed(0))
+LINEAR = linear_keys(WANTED, TARGETS)
+KEYS = {**LINEAR, **per_expert_keys(WANTED, TARGETS)}
+
+
+@pytest.mark.parametrize(
+    ("old", "new"),
+    [
+        ("base_model.model.", ""),
+        ("base_model.model.model.", "base_model.model.model.language_model."),
+        ("base_model.model.model.", "base_model.model.language_model.model."),
+        ("base_model.model.model.", "base_model.model."),
+        ("base_model.model.", "base_model.model._orig_mod."),
+        (".layers.0.", ".layers.0._checkpoint_wrapped_module."),
+        (".lora_A.weight", ".lora_A.default.weight"),
+        (".lora_embedding_B", ".lora_embedding_B.default"),
+        (".self_attn.", ".attn."),
+        ("base_model.model.lm_head.", "base_model.model.model.unembed_tokens."),
+    ],
+)
+def test_spellings_of_one_name(tmp_path, old, new):
+    keys = {key.replace(old, new): x for key, x in KEYS.items()}
+    assert keys.keys() != KEYS.keys()
+    assert_same(read_adapter(save(tmp_path, keys, r=2, lora_alpha=8), TARGETS), WANTED)
+
+
+@pytest.mark.parametrize(
+    ("model", "name", "place"),
+    [
+        ("mixtral", "model.layers.1.block_sparse_moe.gate", "model.layers.1.mlp.gate"),
+        ("mixtral", "model.layers.1.block_sparse_moe.experts.2.w3", ("up", 2)),
+        ("qwen3_moe", "model.layers.1.mlp.experts.2.up_proj", ("up", 2)),
+        ("qwen3_moe", "model.layers.1.mlp.experts.w1", ("gate", None)),
+        ("qwen3_moe", "model.layers.1.mlp.experts.base_layer", ("inner", None)),
+        ("qwen3_moe", "model.layers.1.mlp.experts", ("outer", None)),
+        ("qwen3_moe", "model.layers.1.mlp.experts.3.up_proj", None),  # three experts: 0, 1, 2
+        ("qwen3_moe", "model.layers.2.mlp.experts.0.up_proj", None),
+        ("qwen3_moe", "model.layers.1.block_sparse_moe.experts.0.w1", None),
+        ("qwen3_moe", "model.layers.1.mlp.experts.0.gate_up_proj", None),
+        ("qwen3_moe", "model.layers.1.mlp.experts.0.gate_proj.0", None),
+        ("qwen3_moe", "model.layers.1.mlp.experts.-1.up_proj", None),
+        ("qwen3_moe", "model.layers.1.mlp.experts.²", None),
+        ("qwen3_moe", "visual.layers.1.self_attn.q_proj", None),
+        ("gpt_oss", "model.layers.1.mlp.experts.gate_up_projs.2", ("gate_up", 2)),
+        ("gpt_oss", "model.layers.1.mlp.experts.2.gate_up_projs", None),
+        ("gpt_oss", "model.layers.1.mlp.experts.down_projs", None),
+    ],
+)
+def test_places(model, name, place):
+    found = Names(tiny_map(model)).find(name)
+    if isinstance(place, str):
+        assert found == Place(place)
+    elif place is None:
+        assert found is None
+    else:
+        assert found is not None
+        assert (found.projection, found.expert) == place
+
+
+def refused(tmp_path, keys) -> str:
+    with pytest.raises(AdapterError) as error:
+        read_adapter(save(tmp_path, keys, r=2, lora_alpha=8), TARGETS)
+    return str(error.value)
+
+
+def test_every_lost_key_is_counted_and_gets_a_hint(tmp_path):
+    lost = {
+        key.replace("q_proj", "q_porj").replace("lm_head", "score"): x for key, x in KEYS.items()
+    }
+    message = refused(tmp_path, lost)
+    assert "6 keys of the adapter have no place in Qwen3MoeForCausalLM" in message
+    assert "self_attn.q_porj.lora_A.weight (2 keys" in message
+    assert "nearest module of the model: model.layers.N.self_attn.q_proj" in message
+    assert "score.lora_B.weight" in message
+
+
+def test_several_adapters_in_one_file(tmp_path):
+    keys = {
+        key.replace("_A.weight", "_A.one.weight").replace("_B.weight", "_B.two.weight"): x
+        for key, x in KEYS.items()
+    }
+    assert "one, two" in refused(tmp_path, keys)
+
+
+def test_the_same_factor_under_two_names(tmp_path):
+    key = "base_model.model.lm_head.lora_A.weight"
+    other = key.replace("lm_head", "model.unembed_tokens")
+    assert "same factor twice" in refused(tmp_path, {**KEYS, other: KEYS[key]})
+
+
+def test_two_formats_of_one_layer(tmp_path):
+    fused = random_adapter(
+        TARGETS, 2, 4.0, torch.Generator().manual_seed(1), linear=False, one_a=True
+    )
+    keys = {**KEYS, **fused_keys(fused, TARGETS)}
+    assert "another format" in refused(tmp_path, keys)
+
+
+@pytest.mark.parametrize("part", ["A", "B"])
+def test_half_a_pair(tmp_path, part):
+    for module in ("self_attn.q_proj", "mlp.experts.1.down_proj"):
+        key = f"base_model.model.model.layers.0.{module}.lora_{part}.weight"
+        message = refused(tmp_path, {k: x for k, x in KEYS.items() if k != key})
+        assert "incomplete" in message
+
+
+def test_inner_wrapper_without_the_outer(tmp_path):
+    fused = random_adapter(
+        TARGETS, 2, 4.0, torch.Generator().manual_seed(1), linear=False, one_a=True
+    )
+    keys = {k: x for k, x in fused_keys(fused, TARGETS).items() if "base_layer" in k}
+    assert "outer partner" in refused(tmp_path, keys)

@@ -1,0 +1,247 @@
+"""Bad input is a 4xx with cause and remedy, and the server answers afterwards."""
+
+import json
+from typing import Any
+
+import pytest
+from helpers_server import BASE, RunningServer, make_fake_engine, serving
+
+from vexpert.server.options import ServerOptions
+
+pytest_plugins = ["helpers_server_fixtures"]
+
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
+
+
+@pytest.fixture(autouse=True)
+def still_answers(server: RunningServer) -> Any:
+    """Whatever a test sent, the next request is answered."""
+    yield
+    assert server.ask("upper", "hello") == "HELLO"
+    assert server.get("/health").status_code == 200
+
+
+def error_of(response: Any, status: int = 400) -> dict[str, Any]:
+    assert response.status_code == status, response.text
+    error = response.json()["error"]
+    assert set(error) == {"message", "type", "param", "code"}
+    assert error["type"] == "invalid_request_error"
+    assert error["message"]
+    return dict(error)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"{",
+        b"[1, 2]",
+        b'"text"',
+        b"null",
+        b'{"model": "x", }',
+        b"\xff\xfe",
+        b'{"model": ' + b"9" * 5000 + b"}",
+        b"[" * 100_000,
+    ],
+    ids=["empty", "cut", "list", "string", "null", "comma", "not utf-8", "digits", "deep"],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT, "/v1/load_lora_adapter"])
+def test_malformed_json(server: RunningServer, path: str, body: bytes) -> None:
+    headers = {"Content-Type": "application/json"}
+    assert "body" in error_of(server.post(path, content=body, headers=headers))["message"]
+
+
+def test_a_form_is_told_the_content_type(server: RunningServer) -> None:
+    response = server.post(TEXT, data={"model": BASE, "prompt": "x"})
+    assert "application/json" in error_of(response)["message"]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("temperature", float("nan")),
+        ("temperature", float("inf")),
+        ("temperature", -1),
+        ("temperature", 1e300),
+        ("temperature", "hot"),
+        ("temperature", True),
+        ("top_p", 0),
+        ("top_p", 1.5),
+        ("top_p", float("nan")),
+        ("top_k", -2),
+        ("top_k", 10**30),
+        ("top_k", 1.5),
+        ("min_p", -0.1),
+        ("n", 0),
+        ("n", 10**9),
+        ("max_tokens", -1),
+        ("max_tokens", 10**30),
+        ("max_tokens", 100_000),
+        ("min_tokens", 10**9),
+        ("seed", 2**70),
+        ("presence_penalty", 3),
+        ("frequency_penalty", float("-inf")),
+        ("repetition_penalty", 0),
+        ("logit_bias", {"x": 1}),
+        ("logit_bias", {"-1": 1}),
+        ("logit_bias", {"99999999": 1}),
+        ("logit_bias", {"5": 101}),
+        ("logit_bias", {"5": float("nan")}),
+        ("stop", [""]),
+        ("stop", [5]),
+        ("stop_token_ids", [-1]),
+        ("stop_token_ids", ["a"]),
+        ("logprobs", 21),
+        ("prompt_logprobs", 10**6),
+        ("stream", "yes"),
+        ("model", 5),
+        ("user", 5),
+    ],
+)
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_absurd_values_name_their_field(
+    server: RunningServer, path: str, name: str, value: Any
+) -> None:
+    body = {"model": BASE, name: value} | (
+        {"messages": HELLO} if path == CHAT else {"prompt": "hello"}
+    )
+    body[name] = value
+    headers = {"Content-Type": "application/json"}
+    response = server.post(path, content=json.dumps(body), headers=headers)
+    error = error_of(response)
+    assert str(error["param"]).startswith(name), error
+    assert name in error["message"], error
+
+
+@pytest.mark.parametrize(
+    ("messages", "word"),
+    [
+        ([], "at least 1"),
+        (None, "list"),
+        ([{"role": "user"}], "content"),
+        ([{"content": "x"}], "role"),
+        ([{"role": "king", "content": "x"}], "king"),
+        ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "tool calling"),
+        ([{"role": "user", "content": None}], "text parts"),
+        ([{"role": "user", "content": []}], "text parts"),
+        ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
+        ([{"role": "user", "content": [{"type": "text"}]}], "text"),
+        ([{"role": "user", "content": "x", "colour": "red"}], "colour"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "tool calling"),
+    ],
+)
+def test_bad_messages(server: RunningServer, messages: Any, word: str) -> None:
+    error = error_of(server.post(CHAT, json={"model": BASE, "messages": messages}))
+    assert str(error["param"]).startswith("messages")
+    assert word in error["message"]
+
+
+@pytest.mark.parametrize(
+    "prompt",
+    [None, [], "", 5, {}, [[]], ["a", 5], [5, "a"], [[5], "a"], [True], [1.5], [-1], [10**6],
+     [[1], [10**30]], ["a"] * 2000],
+    ids=lambda prompt: str(prompt)[:20],
+)  # fmt: skip
+def test_bad_prompts(server: RunningServer, prompt: Any) -> None:
+    # Without special tokens an empty string has no tokens at all.
+    body = {"model": BASE, "prompt": prompt, "add_special_tokens": False}
+    assert str(error_of(server.post(TEXT, json=body))["param"]).startswith("prompt")
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_too_long_prompts_say_the_lengths(server: RunningServer, stream: bool) -> None:
+    limit = server.engine.max_model_len
+    messages = [{"role": "user", "content": "w" * 40 * limit}]
+    chat = server.post(CHAT, json={"model": BASE, "messages": messages, "stream": stream})
+    assert f"the model takes {limit}" in error_of(chat)["message"]
+    body = {"model": BASE, "prompt": [2] * limit, "stream": stream}
+    assert f"has {limit} tokens" in error_of(server.post(TEXT, json=body))["message"]
+    body = {"model": BASE, "prompt": [2] * (limit - 3), "max_tokens": 4}
+    assert "use at most 3" in error_of(server.post(TEXT, json=body))["message"]
+
+
+def test_lone_surrogates_are_refused(server: RunningServer) -> None:
+    headers = {"Content-Type": "application/json"}
+    for text in (
+        '{"model": "%s", "prompt": "a\\ud800b"}' % BASE,  # noqa: UP031 (braces of JSON)
+        '{"model": "\\ud800", "prompt": "a"}',
+        '{"model": "a", "prompt": "a", "\\ud800": 1}',
+    ):
+        response = server.post(TEXT, content=text, headers=headers)
+        assert response.status_code in (400, 404), response.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param"),
+    [
+        ({"stream_options": {"include_usage": True}}, "stream_options"),
+        ({"stream": True, "stream_options": {"include_obfuscation": True}}, "stream_options"),
+        ({"stream": True, "prompt_logprobs": 1}, "prompt_logprobs"),
+        ({"top_logprobs": 2}, "top_logprobs"),
+        ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
+        ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
+    ],
+)
+def test_contradictions(server: RunningServer, fields: dict[str, Any], param: str) -> None:
+    response = server.post(CHAT, json={"model": BASE, "messages": HELLO, **fields})
+    assert str(error_of(response)["param"]).startswith(param)
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "word"),
+    [
+        ({"lora_name": "x", "lora_path": "/no/such/folder"}, 400, "/no/such/folder"),
+        ({"lora_name": "x", "lora_path": "."}, 400, "adapter_config.json"),
+        ({"lora_name": "x", "lora_path": ""}, 400, "lora_path"),
+        ({"lora_name": "x"}, 400, "lora_path"),
+        ({"lora_path": "."}, 400, "lora_name"),
+        ({"lora_name": BASE, "lora_path": "."}, 400, "base model"),
+        ({"lora_name": "upper", "lora_path": "."}, 400, "upper"),
+        ({"lora_name": "x", "lora_path": ".", "load_inplace": 5}, 400, "load_inplace"),
+        ({"lora_name": "x", "lora_path": ".", "rank": 5}, 400, "rank"),
+    ],
+)
+def test_bad_adapters(server: RunningServer, body: Any, status: int, word: str) -> None:
+    before = server.get("/v1/models").json()
+    assert word in error_of(server.post("/v1/load_lora_adapter", json=body), status)["message"]
+    assert server.get("/v1/models").json() == before
+
+
+def test_unloading_an_unknown_adapter_is_404(server: RunningServer) -> None:
+    error_of(server.post("/v1/unload_lora_adapter", json={"lora_name": "nobody"}), 404)
+
+
+def test_wrong_paths_and_methods(server: RunningServer) -> None:
+    error_of(server.get("/v1/nothing"), 404)
+    error_of(server.get(CHAT), 405)
+
+
+@pytest.mark.parametrize("chunked", [False, True])
+def test_a_body_over_the_limit_is_413(chunked: bool) -> None:
+    options = ServerOptions((BASE,), max_body_bytes=1000, status_interval=None)
+    body = json.dumps({"model": BASE, "prompt": "a" * 2000}).encode()
+    content: Any = iter([body[:500], body[500:]]) if chunked else body
+    with serving(make_fake_engine(), options) as small:
+        headers = {"Content-Type": "application/json"}
+        response = small.post(TEXT, content=content, headers=headers)
+        assert "1000 bytes" in error_of(response, 413)["message"]
+        assert small.ask(BASE, "hello") == "hello"
+
+
+def test_a_template_that_refuses(fake_server: RunningServer) -> None:
+    messages = [{"role": "assistant", "content": "x"}]
+    error = error_of(fake_server.post(CHAT, json={"model": BASE, "messages": messages}))
+    assert "must not be the assistant's" in error["message"]
+    body = {"model": BASE, "messages": HELLO, "chat_template_kwargs": {"note": 5}}
+    assert error_of(fake_server.post(CHAT, json=body))["param"] == "messages"
+    fake_server.engine.tokenizer.chat_template = None
+    error = error_of(fake_server.post(CHAT, json={"model": BASE, "messages": HELLO}))
+    assert "/v1/completions" in error["message"]
+
+
+def test_what_the_engine_refuses_runs_none_of_the_prompts(fake_server: RunningServer) -> None:
+    body = {"model": BASE, "prompt": ["a", "b"], "seed": 13, "stream": True}
+    assert error_of(fake_server.post(TEXT, json=body))["param"] == "seed"
+    assert fake_server.engine.requests == {}

@@ -1,0 +1,66 @@
+"""A client that goes away frees what its request holds."""
+
+import json
+from typing import Any
+
+import httpx
+import pytest
+from helpers_server import BASE, FakeEngine, RunningServer, wait_for
+
+pytest_plugins = ["helpers_server_fixtures"]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def endless(path: str, **fields: Any) -> dict[str, Any]:
+    """A request that would run for a long time."""
+    words = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
+    return {"model": "upper", "ignore_eos": True, "max_tokens": 200, **words, **fields}
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_leaving_a_stream_aborts(fake: FakeEngine, fake_server: RunningServer, path: str) -> None:
+    fake.step_seconds = 0.02
+    with fake_server.http.stream("POST", path, json=endless(path, stream=True)) as response:
+        lines = response.iter_lines()  # dropped, it would close the response
+        first = next(lines)
+        assert json.loads(first.removeprefix("data: "))["model"] == "upper"
+        assert len(fake.requests) == 1
+    wait_for(lambda: not fake.requests)
+    assert len(fake.aborted) == 1
+    fake.step_seconds = 0.0
+    assert fake_server.ask(BASE, "hello") == "hello"
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_leaving_before_a_whole_answer_aborts(
+    fake: FakeEngine, fake_server: RunningServer, path: str
+) -> None:
+    fake.step_seconds = 0.02
+    with pytest.raises(httpx.ReadTimeout):
+        fake_server.http.post(path, json=endless(path), timeout=0.15)
+    wait_for(lambda: not fake.requests)
+    assert len(fake.aborted) == 1
+
+
+def test_leaving_aborts_every_prompt_of_a_request(
+    fake: FakeEngine, fake_server: RunningServer
+) -> None:
+    fake.step_seconds = 0.02
+    body = endless(TEXT, prompt=["a", "b", "c"], stream=True)
+    with fake_server.http.stream("POST", TEXT, json=body) as response:
+        lines = response.iter_lines()
+        next(lines)
+        assert len(fake.requests) == 3
+    wait_for(lambda: not fake.requests)
+    assert len(fake.aborted) == 3
+
+
+def test_a_slow_reader_loses_nothing(fake: FakeEngine, fake_server: RunningServer) -> None:
+    body = endless(TEXT, stream=True, prompt="abc" * 30, max_tokens=150)
+    with fake_server.http.stream("POST", TEXT, json=body) as response:
+        wait_for(lambda: not fake.requests)  # the engine is done before the first read
+        chunks = [line.removeprefix("data: ") for line in response.iter_lines() if line]
+    assert chunks[-1] == "[DONE]"
+    text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1])
+    assert text == "ABC" * 30 + "." * 60
+    assert fake.aborted == []

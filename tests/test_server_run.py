@@ -1,0 +1,42 @@
+"""Running on a socket: what the exit code says, and where the socket is bound."""
+
+import socket
+import threading
+
+import httpx
+import pytest
+from helpers_server import BASE, FakeEngine
+
+from vexpert.server.app import create_app
+from vexpert.server.options import ServerOptions
+from vexpert.server.run import bind, run, url_of
+
+pytest_plugins = ["helpers_server_fixtures"]
+
+
+def test_a_failed_engine_ends_the_server_with_1(fake: FakeEngine) -> None:
+    fake.failure = RuntimeError("planted")
+    app = create_app(fake, ServerOptions((BASE,), status_interval=0.01))
+    answers: list[httpx.Response] = []
+
+    def ask() -> None:
+        body = {"model": BASE, "prompt": "x"}
+        answers.append(httpx.post(f"{url_of(bound, '127.0.0.1')}/v1/completions", json=body))
+
+    asking = threading.Thread(target=ask)
+    with bind("127.0.0.1", 0) as bound:
+        assert run(app, bound, on_ready=asking.start) == 1
+    asking.join()
+    assert answers[0].status_code == 500
+    assert "planted" in answers[0].json()["error"]["message"]
+
+
+def test_a_socket_does_not_listen_before_it_is_served() -> None:
+    with bind("127.0.0.1", 0) as bound, pytest.raises(ConnectionRefusedError):
+        socket.create_connection(bound.getsockname(), timeout=1)
+
+
+@pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "0.0.0.0"), ("::1", "[::1]")])
+def test_the_url_is_as_the_user_wrote_the_host(host: str, shown: str) -> None:
+    with bind("127.0.0.1", 0) as bound:
+        assert url_of(bound, host) == f"http://{shown}:{bound.getsockname()[1]}"

@@ -1,0 +1,1 @@
+"""`vexpert bench`."""

@@ -1,0 +1,23 @@
+"""`vexpert bench KIND`."""
+
+import argparse
+import importlib
+
+KINDS = {
+    "throughput": ("vexpert.cli.bench.throughput", "tokens/s of a model in this process"),
+    "serve": ("vexpert.cli.bench.serve", "latency and throughput of a running server"),
+}
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """One parser for each kind."""
+    kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
+    for name, (module, help) in KINDS.items():
+        kind = kinds.add_parser(name, help=help, description=help)
+        importlib.import_module(module).add_arguments(kind)
+        kind.set_defaults(bench=module)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Run the chosen kind; the exit code."""
+    return int(importlib.import_module(args.bench).run(args))

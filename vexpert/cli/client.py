@@ -1,0 +1,141 @@
+"""A small client of an OpenAI-compatible server."""
+
+import asyncio
+import json
+import time
+from collections.abc import AsyncIterator, Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import httpx
+
+from vexpert.errors import ConfigError, RequestError
+
+
+@dataclass
+class Reply:
+    """One streamed answer and its times in seconds, perf_counter."""
+
+    started: float
+    text: str = ""
+    token_times: list[float] = field(default_factory=list)  # of each chunk with text
+    finish_reason: str | None = None
+    prompt_tokens: int = 0
+    cached_tokens: int = 0
+    completion_tokens: int = 0
+    ended: float = 0.0
+
+    def take(self, chunk: dict[str, Any]) -> str:
+        """Count a chunk in; the text it adds."""
+        added = ""
+        for choice in chunk["choices"]:
+            added = choice.get("text") or choice.get("delta", {}).get("content") or ""
+            self.finish_reason = choice["finish_reason"] or self.finish_reason
+        if added:
+            self.token_times.append(time.perf_counter())
+        if usage := chunk.get("usage"):
+            self.prompt_tokens = usage["prompt_tokens"]
+            self.completion_tokens = usage["completion_tokens"]
+            details = usage.get("prompt_tokens_details") or {}
+            self.cached_tokens = details.get("cached_tokens") or 0
+        self.text += added
+        return added
+
+    def stats_line(self) -> str:
+        """What a person may want to know of one turn."""
+        seconds = self.ended - self.started
+        first = (self.token_times[0] if self.token_times else self.ended) - self.started
+        rate = self.completion_tokens / seconds
+        return (
+            f"{self.completion_tokens} tokens in {seconds:.2f} s ({rate:.0f} tok/s), first after "
+            f"{1000 * first:.0f} ms; prompt {self.prompt_tokens} tokens, {self.cached_tokens} "
+            f"cached; finished: {self.finish_reason}"
+        )
+
+
+class Client:
+    """Calls of one server. Errors are ConfigError (unreachable) or RequestError (refused)."""
+
+    def __init__(self, url: str, api_key: str | None = None) -> None:
+        headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
+        limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
+        self._url = url
+        self._http = httpx.AsyncClient(
+            base_url=url, headers=headers, timeout=httpx.Timeout(600, connect=5), limits=limits
+        )
+
+    async def __aenter__(self) -> "Client":
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self._http.aclose()
+
+    async def models(self) -> list[dict[str, Any]]:
+        """Entries of /v1/models."""
+        try:
+            response = await self._http.get("/v1/models")
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        _check(response.status_code, response.text)
+        return list(response.json()["data"])
+
+    async def stream(
+        self, path: str, body: dict[str, Any], show: Callable[[str], None] = lambda text: None
+    ) -> Reply:
+        """POST `body` with streaming; `show` gets each piece of text as it comes."""
+        body = {**body, "stream": True, "stream_options": {"include_usage": True}}
+        reply = Reply(time.perf_counter())
+        try:
+            async with self._http.stream("POST", path, json=body) as response:
+                if response.status_code != 200:
+                    _check(response.status_code, (await response.aread()).decode())
+                async for chunk in _chunks(response):
+                    show(reply.take(chunk))
+        except httpx.TransportError as error:
+            raise self._unreachable(error) from error
+        reply.ended = time.perf_counter()
+        return reply
+
+    async def chat(
+        self,
+        model: str,
+        messages: list[dict[str, str]],
+        options: dict[str, Any],
+        show: Callable[[str], None] = lambda text: None,
+    ) -> Reply:
+        """One chat turn."""
+        body = {"model": model, "messages": messages, **options}
+        return await self.stream("/v1/chat/completions", body, show)
+
+    async def compare(
+        self, models: list[str], text: str, options: dict[str, Any]
+    ) -> dict[str, str]:
+        """The answers of `models` to the same words, all asked at once."""
+        messages = [{"role": "user", "content": text}]
+        replies = await asyncio.gather(*(self.chat(name, messages, options) for name in models))
+        return {name: reply.text for name, reply in zip(models, replies, strict=True)}
+
+    def _unreachable(self, error: Exception) -> ConfigError:
+        cause = str(error) or type(error).__name__
+        return ConfigError(f"{self._url}: {cause}; is `vexpert serve` running there? see --url")
+
+
+def _check(status: int, text: str) -> None:
+    if status == 200:
+        return
+    try:
+        message = json.loads(text)["error"]["message"]
+    except (ValueError, KeyError, TypeError):
+        message = text[:200]
+    raise RequestError(f"the server answers {status}: {message}")
+
+
+async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:
+    async for line in response.aiter_lines():
+        content = line.removeprefix("data: ")
+        if content == line or content == "[DONE]":
+            continue
+        chunk = json.loads(content)
+        if "error" in chunk:
+            raise RequestError(f"the server failed: {chunk['error']['message']}")
+        yield chunk

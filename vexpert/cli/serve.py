@@ -1,0 +1,225 @@
+"""`vexpert serve [MODEL]`."""
+
+import argparse
+import dataclasses
+import json
+import logging
+import sys
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from vexpert.cli.parser import add_engine_options, engine_config
+from vexpert.config import EngineConfig
+from vexpert.errors import ConfigError
+from vexpert.log import get_logger
+
+if TYPE_CHECKING:
+    import socket
+
+    from vexpert.server.interface import EngineProtocol
+    from vexpert.server.options import ServerOptions
+
+DEMO_NAME = "vexpert-demo"
+LOG_LEVELS = ("debug", "info", "warning", "error")
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """An adapter to load at boot."""
+
+    name: str
+    path: str
+    lora_B_layout: str | None = None
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """Options of `vexpert serve`."""
+    parser.add_argument(
+        "model",
+        nargs="?",
+        default="",
+        metavar="MODEL",
+        help="folder or Hugging Face name; without it: the bundled demo and its adapters",
+    )
+    parser.usage = "vexpert serve [MODEL] [options]"
+    _add_server_options(parser.add_argument_group("server"))
+    groups = add_engine_options(parser)
+    add_lora_modules(groups["lora"])
+    groups["model"].add_argument(
+        "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices; only 1 for now"
+    )
+
+
+def add_lora_modules(group: Any) -> None:
+    """The option --lora-modules."""
+    group.add_argument(
+        "--lora-modules",
+        nargs="+",
+        action="extend",
+        default=[],
+        type=lora_module,
+        metavar="NAME=PATH",
+        help='to load at boot; or JSON: {"name": ..., "path": ..., "lora_B_layout": ...}',
+    )
+
+
+def _add_server_options(group: Any) -> None:
+    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
+    group.add_argument("--port", type=int, default=8000, metavar="N", help="0: a free one")
+    group.add_argument("--api-key", nargs="+", default=[], help="keys that requests must carry")
+    group.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="the base model's names"
+    )
+    group.add_argument(
+        "--max-body-bytes", type=int, default=16 * 2**20, metavar="N", help="largest request body"
+    )
+    group.add_argument(
+        "--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="of HTTP's lines"
+    )
+    group.add_argument(
+        "--disable-uvicorn-access-log", action="store_true", help="no log line per request"
+    )
+    group.add_argument("--disable-log-stats", action="store_true", help="no periodic status line")
+
+
+def lora_module(text: str) -> LoraModule:
+    """Parse NAME=PATH or a JSON object. Raises ArgumentTypeError."""
+    if text.lstrip().startswith("{"):
+        try:
+            return LoraModule(**json.loads(text))
+        except (json.JSONDecodeError, TypeError) as error:
+            raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
+    name, _, path = text.partition("=")
+    if not name or not path:
+        raise argparse.ArgumentTypeError(f"{text!r}: use NAME=PATH or a JSON object")
+    return LoraModule(name, path)
+
+
+def run(args: argparse.Namespace) -> int:
+    """Boot and serve until a signal; the exit code."""
+    _check(args)
+    config = engine_config(args)
+
+    from vexpert.server.run import bind
+
+    try:
+        bound = bind(args.host, args.port)
+    except OSError as error:
+        return _say_cannot_bind(args, error)
+    _set_up_logging(args.uvicorn_log_level)
+    with bound:
+        return _serve(args, config, bound)
+
+
+def _check(args: argparse.Namespace) -> None:
+    if args.tensor_parallel_size != 1:
+        value = args.tensor_parallel_size
+        raise ConfigError(f"tensor_parallel_size={value}: one device only for now; use 1")
+    if not 0 <= args.port <= 65535:
+        raise ConfigError(f"port={args.port}: use 1 to 65535, or 0 for a free one")
+    if args.max_body_bytes < 1:
+        raise ConfigError(f"max_body_bytes={args.max_body_bytes}: must be at least 1")
+
+
+def _say_cannot_bind(args: argparse.Namespace, error: OSError) -> int:
+    remedy = "choose another with --port, or --port 0 for a free one"
+    print(f"error: {args.host}:{args.port}: {error.strerror}; {remedy}", file=sys.stderr)
+    return 1
+
+
+def _serve(args: argparse.Namespace, config: EngineConfig, bound: "socket.socket") -> int:
+    from vexpert.server.app import create_app
+    from vexpert.server.run import run as run_server
+    from vexpert.server.run import url_of
+
+    config, modules, names = resolve_model(config, args.lora_modules, args.served_model_name)
+    _print_config(config, args)
+    engine = build_engine(config, modules)
+    app = create_app(engine, _server_options(args, config, names))
+    service = app.state.service
+
+    def ready() -> None:
+        count = len(service.engine.adapters())
+        plural = "" if count == 1 else "s"
+        words = f"(model {service.base_names[0]}, {count} adapter{plural})"
+        print(f"vexpert ready: {url_of(bound, args.host)} {words}", flush=True)
+
+    return run_server(app, bound, ready, access_log=not args.disable_uvicorn_access_log)
+
+
+def resolve_model(
+    config: EngineConfig, modules: list[LoraModule], names: list[str]
+) -> tuple[EngineConfig, list[LoraModule], tuple[str, ...]]:
+    """Fill in the demo where no model is given: its folder, its adapters, its name."""
+    if config.model:
+        return config, modules, tuple(names)
+    from vexpert import demo
+
+    config = dataclasses.replace(config, model=str(demo.model_path()))
+    given = {module.name for module in modules}
+    bundled = [
+        LoraModule(name, str(path))
+        for name, path in demo.adapter_paths().items()
+        if config.enable_lora and name not in given
+    ]
+    return config, [*bundled, *modules], tuple(names) or (DEMO_NAME,)
+
+
+def build_engine(config: EngineConfig, modules: list[LoraModule]) -> "EngineProtocol":
+    """The engine with its adapters loaded. Raises VexpertError."""
+    if modules and not config.enable_lora:
+        raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
+    from vexpert.engine.engine import Engine
+
+    engine: EngineProtocol = Engine(config)
+    for module in modules:
+        info = engine.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
+        size = info.host_bytes / 2**20
+        logger.info("adapter %s: rank %d, %.2f MiB, %s", info.name, info.rank, size, info.path)
+        for warning in info.warnings:
+            logger.warning("adapter %s: %s", info.name, warning)
+    return engine
+
+
+def _server_options(
+    args: argparse.Namespace, config: EngineConfig, names: tuple[str, ...]
+) -> "ServerOptions":
+    from vexpert.server.defaults import sampling_defaults
+    from vexpert.server.options import ServerOptions
+
+    options = ServerOptions(
+        served_model_names=names,
+        api_keys=tuple(args.api_key),
+        max_body_bytes=args.max_body_bytes,
+        sampling_defaults=sampling_defaults(config.model),
+        status_interval=None if args.disable_log_stats else ServerOptions.status_interval,
+    )
+    if options.sampling_defaults:
+        logger.info("sampling defaults of the model: %s", options.sampling_defaults)
+    return options
+
+
+def _set_up_logging(uvicorn_level: str) -> None:
+    """All log lines to stderr, so that stdout holds the ready line alone."""
+    handler = logging.StreamHandler()
+    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
+    for name, level in (("vexpert", "INFO"), ("uvicorn", uvicorn_level.upper())):
+        tree = logging.getLogger(name)
+        tree.setLevel(level)
+        tree.addHandler(handler)
+        tree.propagate = False
+
+
+def _print_config(config: EngineConfig, args: argparse.Namespace) -> None:
+    from vexpert import __version__
+
+    server = {
+        "host": args.host,
+        "port": args.port,
+        "api_key": f"{len(args.api_key)} set" if args.api_key else None,
+        "max_body_bytes": args.max_body_bytes,
+    }
+    shown = {**dataclasses.asdict(config), **server}
+    logger.info("vexpert %s", __version__)
+    logger.info("config: %s", " ".join(f"{name}={value}" for name, value in shown.items()))

@@ -1,0 +1,84 @@
+"""Building an engine's parts from its config, and the lines that say what was built."""
+
+from typing import Any
+
+import torch
+
+from vexpert.config import EngineConfig
+from vexpert.engine.adapters import AdapterSource, NoAdapters
+from vexpert.engine.memory import MIB, CacheBudget
+from vexpert.errors import ConfigError
+from vexpert.log import get_logger
+from vexpert.lora.types import LoraState
+from vexpert.models.types import ModelInfo, ServedModel
+
+logger = get_logger(__name__)
+
+
+def load_served_model(config: EngineConfig) -> ServedModel:
+    """The model that `config` names, with its weights on the device."""
+    from vexpert.models.loader import load_model
+
+    model: ServedModel = load_model(config)
+    return model
+
+
+def load_model_tokenizer(config: EngineConfig) -> Any:
+    """The tokenizer of the model, or the one `config` names instead."""
+    from vexpert.models.loader import load_tokenizer
+
+    return load_tokenizer(config)
+
+
+def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
+    """The adapter manager of `model`; allocates the arena of the slots."""
+    if not config.enable_lora:
+        return NoAdapters()
+    from vexpert.lora.manager import AdapterManager
+    from vexpert.lora.reader import read_adapter
+
+    info = model.info
+    manager: AdapterSource = AdapterManager(
+        model.targets, model.lora, config, info.device, info.dtype, read_adapter
+    )
+    return manager
+
+
+def decide_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
+    """Longest prompt plus output in tokens; ConfigError if the model cannot reach it."""
+    if config.max_model_len is None:
+        return info.max_model_len
+    if not 2 <= config.max_model_len <= info.max_model_len:
+        raise ConfigError(
+            f"max_model_len={config.max_model_len}: use 2 to {info.max_model_len},"
+            f" the longest that {info.name} can do"
+        )
+    return config.max_model_len
+
+
+def arena_bytes(state: LoraState) -> int:
+    """Device bytes of the adapters' arena; the tables of all sites may share one."""
+    arenas = {id(table.arena): table.arena for table in state.tables or ()}
+    return sum(arena.numel() * arena.element_size() for arena in arenas.values())
+
+
+def log_budgets(model: ServedModel, config: EngineConfig, cache: CacheBudget, length: int) -> None:
+    """Log what the engine keeps in memory."""
+    info = model.info
+    logger.info(
+        "model %s (%s): %.1f MiB of weights, %s on %s, max_model_len=%d",
+        *(info.name, info.model_type, info.weight_bytes / MIB, info.dtype, info.device, length),
+    )
+    tokens = cache.num_blocks * config.block_size
+    logger.info(
+        "KV cache: %.1f MiB (%s), %d blocks of %d tokens: %d tokens, %.1f full-length sequences",
+        *(cache.num_blocks * cache.block_bytes / MIB, cache.reason, cache.num_blocks),
+        *(config.block_size, tokens, tokens / length),
+    )
+    if config.enable_lora:
+        logger.info(
+            "adapters: %d slots, arena %.1f MiB", config.max_loras, arena_bytes(model.lora) / MIB
+        )
+    if info.device.type == "cuda":
+        free, total = torch.cuda.mem_get_info(info.device)
+        logger.info("device memory: %.1f of %.1f MiB in use", (total - free) / MIB, total / MIB)

@@ -1,0 +1,64 @@
+"""Token ids to text, one token at a time, never splitting a character."""
+
+from typing import Any, Protocol
+
+MAX_HELD = 3  # a character of UTF-8 has at most 4 bytes: 3 may be there before it is complete
+WINDOW = 16  # tokens decoded at once, before the window moves on
+REPLACEMENT = "\ufffd"
+
+
+class Tokenizer(Protocol):
+    """What the engine uses of a transformers tokenizer."""
+
+    def encode(self, text: str, **options: Any) -> list[int]: ...
+
+    def decode(self, token_ids: list[int], **options: Any) -> str: ...
+
+
+class Detokenizer:
+    """Decodes a short window of the newest tokens, so a token costs the same at any length.
+
+    Bytes of a character that is not complete decode to U+FFFD. Up to `MAX_HELD` of these at the
+    end of the text are held back until tokens follow; at the end of a sequence they are dropped.
+    """
+
+    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+        self._tokenizer = tokenizer
+        self._skip_special_tokens = skip_special_tokens
+        self._window: list[int] = []
+        self._emitted = 0  # characters of the window's text that have been handed out
+        self._border = 0  # tokens of the window up to the last border of a character
+
+    def append(self, token: int) -> str:
+        """Text that `token` completes; may be empty."""
+        self._window.append(token)
+        text = self._decode()
+        end = len(text)
+        while end > self._emitted and len(text) - end < MAX_HELD and text[end - 1] == REPLACEMENT:
+            end -= 1
+        new = text[self._emitted : end]
+        self._emitted = max(self._emitted, end)
+        if len(self._window) > WINDOW:
+            self._move(complete=end == len(text))
+        elif end == len(text):
+            self._border = len(self._window)
+        return new
+
+    def _decode(self) -> str:
+        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
+
+    def _move(self, complete: bool) -> None:
+        """Start the window at the last border before this token.
+
+        Some tokenizers decode a first token in its own way, so one token already handed out stays
+        in front. Text that never completes a character moves the window too, after a while.
+        """
+        if not complete and len(self._window) <= 2 * WINDOW:
+            return
+        del self._window[: self._border if 0 < self._border < len(self._window) else -MAX_HELD - 1]
+        self._border = len(self._window) if complete else 0
+        text = self._decode()
+        held = 0
+        while not complete and held < min(MAX_HELD, len(text)) and text[-held - 1] == REPLACEMENT:
+            held += 1
+        self._emitted = len(text) - held

@@ -1,0 +1,226 @@
+"""The engine: requests in, tokens out, one step at a time."""
+
+import itertools
+import time
+from typing import Any
+
+import torch
+
+from vexpert.config import EngineConfig
+from vexpert.engine import boot
+from vexpert.engine.adapters import AdapterSource
+from vexpert.engine.block_pool import BlockPool
+from vexpert.engine.completion import Completer, request_output
+from vexpert.engine.detokenizer import Detokenizer
+from vexpert.engine.logprobs import token_logprobs
+from vexpert.engine.memory import decide_cache
+from vexpert.engine.outputs import EngineStats, RequestOutput
+from vexpert.engine.request import Request, Sequence
+from vexpert.engine.runner import Runner, StepResult
+from vexpert.engine.sampler import Sampler
+from vexpert.engine.sampler_state import SamplerState
+from vexpert.engine.sampling_params import SamplingParams
+from vexpert.engine.scheduler import Chunk, Scheduler
+from vexpert.engine.validation import check_params, check_prompt
+from vexpert.errors import RequestError
+from vexpert.lora.types import AdapterInfo
+from vexpert.models.types import ServedModel
+
+STALL_PAUSE = 0.001  # seconds to wait when nothing can run, e.g. until an adapter is copied
+
+
+class Engine:
+    """Serves requests of the base model and of adapters in one running batch.
+
+    `add_request`, `abort`, `step` and `stats` belong to one thread; adapters may be loaded and
+    unloaded from others. `model`, `tokenizer` and `adapters` are built from `config` unless given.
+    """
+
+    def __init__(
+        self,
+        config: EngineConfig,
+        *,
+        model: ServedModel | None = None,
+        tokenizer: Any = None,
+        adapters: AdapterSource | None = None,
+    ) -> None:
+        self.config = config
+        model = boot.load_served_model(config) if model is None else model
+        self.tokenizer = boot.load_model_tokenizer(config) if tokenizer is None else tokenizer
+        self.model_info = model.info
+        self.max_model_len = boot.decide_max_model_len(config, model.info)
+        self._adapters = boot.make_adapters(config, model) if adapters is None else adapters
+        cache = decide_cache(config, model.info, self.max_model_len)
+        model.allocate_cache(cache.num_blocks, config.block_size)
+        self.scheduler = Scheduler(
+            BlockPool(cache.num_blocks, config.block_size),
+            self._adapters,
+            max_num_seqs=config.max_num_seqs,
+            max_num_batched_tokens=config.max_num_batched_tokens,
+            enable_prefix_caching=config.enable_prefix_caching,
+        )
+        self._runner = Runner(model, self._adapters, config.block_size)
+        self._sampler = Sampler(config.seed)
+        eos = model.info.eos_token_ids
+        self._completer = Completer(self.tokenizer, eos, self.max_model_len)
+        self._requests: dict[str, Request] = {}
+        self._arrivals = itertools.count()
+        self._prompt_tokens = self._generation_tokens = self._steps = 0
+        boot.log_budgets(model, config, cache, self.max_model_len)
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        adapter: str | None = None,
+    ) -> None:
+        """Queue a request; `prompt` is only handed back. Nothing is changed if it raises.
+
+        Raises RequestError for a bad prompt, option or a known id, AdapterNotFoundError for an
+        unknown adapter. The output ends at max_model_len, whatever max_tokens allows.
+        """
+        if request_id in self._requests:
+            raise RequestError(f"request id {request_id!r} is in use: choose another")
+        vocab_size = self.model_info.vocab_size
+        tokens = check_prompt(prompt_token_ids, vocab_size, self.max_model_len)
+        check_params(params, vocab_size)
+        ref = None
+        if adapter is not None:
+            ref = self._adapters.resolve(adapter)
+            self._adapters.hold(ref)
+        request = Request(request_id, prompt, tokens, params, ref)
+        request.sequences = [self._new_sequence(request, index) for index in range(params.n)]
+        self._requests[request_id] = request
+        self._prompt_tokens += len(tokens)
+        for sequence in request.sequences:
+            self.scheduler.add(sequence)
+
+    def _new_sequence(self, request: Request, index: int) -> Sequence:
+        params, tokens = request.params, request.prompt_token_ids
+        sampling = SamplerState(params, tokens, self.model_info.eos_token_ids, index)
+        detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
+        return Sequence(request, index, next(self._arrivals), sampling, detokenizer)
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request and free what it holds; False if it is unknown or has finished.
+
+        No later step returns an output for it.
+        """
+        request = self._requests.get(request_id)
+        if request is None:
+            return False
+        for sequence in request.sequences:
+            if sequence.finish_reason is None:
+                sequence.finish_reason = "abort"
+                self.scheduler.finish(sequence)
+        self._forget(request)
+        return True
+
+    def _forget(self, request: Request) -> None:
+        del self._requests[request.id]
+        if request.adapter is not None:
+            self._adapters.drop(request.adapter)
+
+    def has_unfinished(self) -> bool:
+        return bool(self._requests)
+
+    def step(self) -> list[RequestOutput]:
+        """Schedule, execute, commit; the state of each request that gained a token."""
+        chunks = self.scheduler.schedule()
+        if not chunks:
+            if self._requests:
+                time.sleep(STALL_PAUSE)
+            return []
+        with torch.inference_mode():
+            result = self._runner.run(chunks)
+            return self._commit(chunks, result)
+
+    def _commit(self, chunks: list[Chunk], result: StepResult) -> list[RequestOutput]:
+        self._steps += 1
+        self._add_prompt_logprobs(result)
+        for chunk in chunks:
+            self.scheduler.commit(chunk)
+        if not result.sampled:
+            return []
+        rows = [sequence.sampling for sequence in result.sampled]
+        sampled = self._sampler.sample(result.sample_logits, rows)
+        self._generation_tokens += len(result.sampled)
+        touched: dict[str, Request] = {}
+        for sequence, token, logprobs in zip(result.sampled, *sampled, strict=True):
+            if self._completer.append(sequence, token, logprobs):
+                self.scheduler.finish(sequence)
+            touched[sequence.request.id] = sequence.request
+        return [self._output(request) for request in touched.values()]
+
+    def _output(self, request: Request) -> RequestOutput:
+        output = request_output(request)
+        if output.finished:
+            self._forget(request)
+        return output
+
+    def _add_prompt_logprobs(self, result: StepResult) -> None:
+        row = 0
+        for sequence, first, count in result.prompt_rows:
+            request = sequence.request
+            assert request.prompt_logprobs is not None
+            logits = result.prompt_logits[row : row + count]
+            tokens = request.prompt_token_ids[first + 1 : first + 1 + count]
+            chosen = torch.tensor(tokens, device=logits.device)
+            wanted = [request.params.prompt_logprobs or 0] * count
+            for logprobs in token_logprobs(logits, chosen, wanted):
+                request.prompt_logprobs.append(self._completer.logprob_row(logprobs))
+            row += count
+
+    def load_adapter(
+        self,
+        name: str,
+        path: str,
+        *,
+        lora_B_layout: str | None = None,
+        load_inplace: bool = False,
+    ) -> AdapterInfo:
+        """Load an adapter from a folder; from any thread. AdapterError says why it is refused."""
+        return self._adapters.load(
+            name, path, lora_B_layout=lora_B_layout, load_inplace=load_inplace
+        )
+
+    def unload_adapter(self, name: str) -> None:
+        """Forget an adapter; its running requests finish. From any thread."""
+        self._adapters.unload(name)
+
+    def adapters(self) -> list[AdapterInfo]:
+        """All adapters, also those that drain or are errored. From any thread."""
+        return self._adapters.list()
+
+    def stats(self) -> EngineStats:
+        """One look at queues, blocks and counters."""
+        scheduler = self.scheduler
+        return EngineStats(
+            num_running=len(scheduler.running),
+            num_waiting=len(scheduler.waiting),
+            running_adapters=_adapter_names(scheduler.running),
+            waiting_adapters=_adapter_names(scheduler.waiting),
+            max_loras=self.config.max_loras if self.config.enable_lora else 0,
+            kv_blocks_total=scheduler.pool.num_blocks,
+            kv_blocks_used=scheduler.pool.num_used,
+            prompt_tokens=self._prompt_tokens,
+            generation_tokens=self._generation_tokens,
+            prefix_hit_tokens=scheduler.prefix_hit_tokens,
+            prefix_query_tokens=scheduler.prefix_query_tokens,
+            preemptions=scheduler.num_preemptions,
+            steps=self._steps,
+        )
+
+    def check_integrity(self) -> None:
+        """Assert that queues, blocks, slots and requests agree; nothing is held when idle."""
+        self.scheduler.check_integrity()
+        queued = {s.request.id for s in (*self.scheduler.waiting, *self.scheduler.running)}
+        assert queued == set(self._requests), "a request without sequences, or the reverse"
+        if not self._requests:
+            assert self.scheduler.pool.num_used == 0, "blocks in use without a request"
+
+
+def _adapter_names(sequences: list[Sequence]) -> tuple[str, ...]:
+    return tuple(sorted({s.adapter.name for s in sequences if s.adapter is not None}))

@@ -1,0 +1,102 @@
+"""How many KV blocks fit: the cache's byte budget, decided once at boot and logged."""
+
+import os
+from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+
+from vexpert.config import EngineConfig
+from vexpert.errors import ConfigError
+from vexpert.models.types import ModelInfo
+
+CPU_SHARE = 0.25  # of free memory, at most, for the KV cache of a CPU
+MIB = 2**20
+
+
+@dataclass(frozen=True)
+class CacheBudget:
+    """The decision, and the reason to show."""
+
+    num_blocks: int
+    block_bytes: int
+    reason: str
+
+
+def decide_cache(config: EngineConfig, info: ModelInfo, max_model_len: int) -> CacheBudget:
+    """Blocks of the KV cache; ConfigError if one sequence of max_model_len tokens cannot fit."""
+    block_bytes = max(1, config.block_size * info.cache_bytes_per_token)
+    per_sequence = -(-max_model_len // config.block_size)
+    most = config.max_num_seqs * per_sequence
+    if config.kv_cache_memory is not None:
+        budget, reason = config.kv_cache_memory, "kv_cache_memory"
+    elif info.device.type == "cuda":
+        budget = _cuda_budget(config, info.device)
+        reason = f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
+    else:
+        budget = int(CPU_SHARE * free_host_memory())
+        reason = f"{CPU_SHARE:.0%} of free memory"
+        if budget >= most * block_bytes:
+            budget = most * block_bytes
+            reason = f"max_num_seqs={config.max_num_seqs} sequences of {max_model_len} tokens"
+    num_blocks = budget // block_bytes
+    if num_blocks < per_sequence:
+        raise ConfigError(
+            _too_small(budget, reason, num_blocks, block_bytes, config, max_model_len)
+        )
+    return CacheBudget(num_blocks, block_bytes, reason)
+
+
+def _cuda_budget(config: EngineConfig, device: torch.device) -> int:
+    free, total = torch.cuda.mem_get_info(device)
+    return int(config.gpu_memory_utilization * total) - (total - free)
+
+
+def _too_small(
+    budget: int,
+    reason: str,
+    num_blocks: int,
+    block_bytes: int,
+    config: EngineConfig,
+    max_model_len: int,
+) -> str:
+    need = -(-max_model_len // config.block_size) * block_bytes
+    room = max(0, num_blocks) * config.block_size
+    remedy = f"lower max_model_len to at most {room}, or " if room else ""
+    option = (
+        "raise gpu_memory_utilization"
+        if reason.startswith("gpu_memory_utilization")
+        else f"set kv_cache_memory to at least {need}"
+    )
+    return (
+        f"the KV cache has {budget} bytes ({reason}), room for {room} tokens, but one sequence of"
+        f" max_model_len={max_model_len} tokens needs {need} bytes: {remedy}{option}"
+    )
+
+
+def free_host_memory() -> int:
+    """Bytes this process may still take, within its control group where there is one."""
+    if Path("/proc/meminfo").exists():
+        return min(_linux_available(), _cgroup_available())
+    try:
+        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+    except (AttributeError, ValueError, OSError) as error:
+        raise ConfigError(
+            "free memory cannot be read on this system: set kv_cache_memory in bytes"
+        ) from error
+    return total // 2
+
+
+def _linux_available() -> int:
+    for line in Path("/proc/meminfo").read_text().splitlines():
+        if line.startswith("MemAvailable:"):
+            return int(line.split()[1]) * 1024
+    raise ConfigError("/proc/meminfo names no MemAvailable: set kv_cache_memory in bytes")
+
+
+def _cgroup_available() -> int:
+    root = Path("/sys/fs/cgroup")
+    limit, used = root / "memory.max", root / "memory.current"
+    if not limit.exists() or limit.read_text().strip() == "max":
+        return 2**62
+    return max(0, int(limit.read_text()) - int(used.read_text()))

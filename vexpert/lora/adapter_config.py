@@ -1,0 +1,335 @@
+"""What adapter_config.json says, validated. It holds no tensors and decides no format."""
+
+import json
+import math
+import re
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+from vexpert.errors import AdapterError
+from vexpert.lora.versions import peft_version
+
+CONFIG_NAME = "adapter_config.json"
+LAYOUTS = ("rank_major", "grouped_by_expert")
+DEFAULT_ALPHA = 8.0  # PEFT's, for a config without lora_alpha
+
+# Initialisations that change the base weights: B A alone is then not the trained difference.
+BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
+
+# Variants whose forward pass is not W x + s B A x. Any value but null and false is refused.
+VARIANTS = {
+    "use_qalora": "QALoRA pools the input of lora_A",
+    "use_bdlora": "block-diagonal LoRA",
+    "alora_invocation_tokens": "activated LoRA starts at its invocation tokens",
+    "arrow_config": "Arrow routes between several adapters",
+    "kasa_config": "KaSA changes the base weights",
+    "monteclora_config": "MonteCLoRA samples its factors",
+    "velora_config": "VeLoRA",
+    "layer_replication": "the adapter is for a model with replicated layers",
+    "megatron_config": "Megatron's parallel layers",
+}
+
+# Fields of LoraConfig that do not change what the tensors mean, or that are read below.
+KNOWN = frozenset(
+    {
+        "alpha_pattern",
+        "auto_mapping",
+        "base_model_name_or_path",
+        "bias",
+        "corda_config",
+        "enable_lora",
+        "ensure_weight_tying",
+        "eva_config",
+        "exclude_modules",
+        "fan_in_fan_out",
+        "inference_mode",
+        "init_lora_weights",
+        "layers_pattern",
+        "layers_to_transform",
+        "loftq_config",
+        "lora_B_layout",
+        "lora_alpha",
+        "lora_bias",
+        "lora_dropout",
+        "lora_ga_config",
+        "megatron_core",
+        "merge_weights",
+        "modules_to_save",
+        "peft_type",
+        "peft_version",
+        "qalora_group_size",
+        "r",
+        "rank_pattern",
+        "revision",
+        "runtime_config",
+        "target_modules",
+        "target_parameters",
+        "task_type",
+        "trainable_token_indices",
+        "use_dora",
+        "use_rslora",
+    }
+)
+
+
+@dataclass(frozen=True)
+class AdapterConfig:
+    """adapter_config.json of one LoRA adapter."""
+
+    r: int | None = None  # None: not stated; the files' shapes count anyway
+    alpha: float = DEFAULT_ALPHA
+    rank_pattern: dict[str, int] = field(default_factory=dict)
+    alpha_pattern: dict[str, float] = field(default_factory=dict)
+    bias: str = "none"
+    use_rslora: bool = False
+    use_dora: bool = False
+    lora_bias: bool = False
+    ensure_weight_tying: bool = False
+    target_parameters: tuple[str, ...] = ()
+    modules_to_save: tuple[str, ...] = ()
+    token_indices: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by module leaf name
+    layout: str | None = None  # lora_B_layout
+    version: str | None = None  # peft_version, or NeMo's paramwrapper_layout
+    base_class: str | None = None  # auto_mapping's base_model_class
+    unsloth: bool = False  # signs of Unsloth in the config
+    fields: frozenset[str] = frozenset()  # names of all fields present: tells the writer
+    warnings: tuple[str, ...] = ()
+
+    @cached_property
+    def _alphas(self) -> list[tuple[re.Pattern[str], float]]:
+        return [(_pattern("alpha_pattern", p), v) for p, v in self.alpha_pattern.items()]
+
+    @cached_property
+    def _ranks(self) -> list[tuple[re.Pattern[str], int]]:
+        return [(_pattern("rank_pattern", p), v) for p, v in self.rank_pattern.items()]
+
+    def rank(self, name: str) -> int | None:
+        """Rank that the config states for a module or parameter by its name in the file."""
+        for pattern, value in self._ranks:
+            if pattern.match(name):
+                return value
+        return self.r
+
+    def scale(self, name: str, rank: int) -> float:
+        """LoRA's factor for `name`: alpha after alpha_pattern over `rank`, the rank in the file."""
+        alpha = self.alpha
+        for pattern, value in self._alphas:
+            if pattern.match(name):
+                alpha = value
+                break
+        return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
+
+
+def read_config(folder: Path) -> AdapterConfig:
+    """Read and validate `folder/adapter_config.json`; AdapterError says which field and why."""
+    raw = read_json(folder / CONFIG_NAME)
+    _check_type(raw)
+    _check_variants(raw)
+    warnings: list[str] = []
+    if "lora_alpha" not in raw:
+        warnings.append(
+            f"lora_alpha is not in {CONFIG_NAME}: PEFT's default {DEFAULT_ALPHA:g} used"
+        )
+    _warn_unknown(raw, warnings)
+    config = AdapterConfig(
+        r=_rank(raw.get("r"), "r") if raw.get("r") is not None else None,
+        alpha=_number(raw.get("lora_alpha", DEFAULT_ALPHA), "lora_alpha"),
+        rank_pattern={k: _rank(v, f"rank_pattern[{k!r}]") for k, v in _table(raw, "rank_pattern")},
+        alpha_pattern={
+            k: _number(v, f"alpha_pattern[{k!r}]") for k, v in _table(raw, "alpha_pattern")
+        },
+        bias=_choice(raw.get("bias") or "none", "bias", ("none", "all", "lora_only")),
+        use_rslora=_flag(raw, "use_rslora"),
+        use_dora=_flag(raw, "use_dora"),
+        lora_bias=_flag(raw, "lora_bias"),
+        ensure_weight_tying=_flag(raw, "ensure_weight_tying"),
+        target_parameters=_names(raw, "target_parameters"),
+        modules_to_save=_names(raw, "modules_to_save"),
+        token_indices=_token_indices(raw.get("trainable_token_indices")),
+        layout=_layout(raw.get("lora_B_layout")),
+        version=_version(raw.get("peft_version")) or _nemo_version(folder),
+        base_class=_base_class(raw),
+        unsloth=_is_unsloth(raw),
+        fields=frozenset(raw),
+        warnings=tuple(warnings),
+    )
+    _ = config._alphas, config._ranks  # a bad pattern is an error now, not when first used
+    return config
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; AdapterError when it is missing, broken, or not an object."""
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise AdapterError(
+            f"{path} is missing: the folder holds no adapter; give the folder that PEFT's "
+            "save_pretrained wrote"
+        ) from None
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{path} is not valid JSON ({error}); save the adapter again") from None
+    if not isinstance(raw, dict):
+        raise AdapterError(f"{path} holds a JSON {type(raw).__name__}, not an object")
+    return raw
+
+
+def check_layout(value: str | None, source: str) -> str | None:
+    """`value` if it is a known order of lora_B's columns, or None."""
+    if value is not None and value not in LAYOUTS:
+        raise AdapterError(
+            f"{source}={value!r} is unknown; use one of {', '.join(LAYOUTS)}, as the trainer says"
+        )
+    return value
+
+
+def _layout(value: Any) -> str | None:
+    if value is not None and not isinstance(value, str):
+        raise _bad("lora_B_layout", value, f"one of {', '.join(LAYOUTS)}")
+    return check_layout(value, f"{CONFIG_NAME}: lora_B_layout")
+
+
+def _check_type(raw: dict[str, Any]) -> None:
+    kind = raw.get("peft_type")
+    if kind != "LORA":
+        raise AdapterError(
+            f"{CONFIG_NAME}: peft_type={kind!r}: only LORA adapters can be served; merge this one "
+            "into the base model or train it as LoRA"
+        )
+
+
+def _check_variants(raw: dict[str, Any]) -> None:
+    for name, meaning in VARIANTS.items():
+        if raw.get(name) not in (None, False, [], {}):
+            raise AdapterError(f"{CONFIG_NAME}: {name}={raw[name]!r}: {meaning}; not supported")
+    init = raw.get("init_lora_weights")
+    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
+        raise AdapterError(
+            f"{CONFIG_NAME}: init_lora_weights={init!r} changed the base weights, so the factors "
+            "alone are not the trained difference; save again with PEFT's "
+            "path_initial_model_for_weight_conversion, which converts to plain LoRA"
+        )
+
+
+def _warn_unknown(raw: dict[str, Any], warnings: list[str]) -> None:
+    """Refuse unknown fields that may change the meaning, warn of the others; null is no field."""
+    unknown = [k for k, v in raw.items() if k not in KNOWN and k not in VARIANTS and v]
+    risky = [k for k in unknown if k.startswith("use_") or k.endswith("_config")]
+    if risky:
+        raise AdapterError(
+            f"{CONFIG_NAME}: {', '.join(f'{k}={raw[k]!r}' for k in risky)}: a variant of LoRA that "
+            "this version does not know"
+        )
+    if unknown:
+        warnings.append(f"{CONFIG_NAME}: unknown fields ignored: {', '.join(sorted(unknown))}")
+
+
+def _bad(name: str, value: Any, wanted: str) -> AdapterError:
+    return AdapterError(f"{CONFIG_NAME}: {name}={value!r}: must be {wanted}")
+
+
+def _rank(value: Any, name: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 1:
+        raise _bad(name, value, "an integer of at least 1")
+    return value
+
+
+def _number(value: Any, name: str) -> float:
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        raise _bad(name, value, "a number")
+    try:
+        number = float(value)
+    except OverflowError:
+        number = math.inf
+    if not math.isfinite(number):
+        raise _bad(name, value, "finite")
+    return number
+
+
+def _flag(raw: dict[str, Any], name: str) -> bool:
+    value = raw.get(name)
+    if value is not None and not isinstance(value, bool):
+        raise _bad(name, value, "true or false")
+    return bool(value)
+
+
+def _choice(value: Any, name: str, choices: tuple[str, ...]) -> str:
+    if value not in choices:
+        raise _bad(name, value, f"one of {', '.join(choices)}")
+    return str(value)
+
+
+def _table(raw: dict[str, Any], name: str) -> list[tuple[str, Any]]:
+    value = raw.get(name)
+    if value is None:
+        return []
+    if not isinstance(value, dict):
+        raise _bad(name, value, "an object")
+    return list(value.items())
+
+
+def _names(raw: dict[str, Any], name: str) -> tuple[str, ...]:
+    value = raw.get(name)
+    if value is None:
+        return ()
+    if not isinstance(value, list) or not all(isinstance(item, str) for item in value):
+        raise _bad(name, value, "a list of names")
+    return tuple(value)
+
+
+def _pattern(name: str, pattern: str) -> re.Pattern[str]:
+    """PEFT's rule: the pattern covers the whole name, or the part after a dot."""
+    try:
+        return re.compile(rf"(.*\.)?({pattern})$")
+    except (re.error, OverflowError, RecursionError) as error:
+        raise _bad(name, pattern, f"a regular expression ({error})") from None
+
+
+def _token_indices(value: Any) -> dict[str, tuple[int, ...]]:
+    """PEFT's trainable_token_indices; a bare list means embed_tokens."""
+    name = "trainable_token_indices"
+    if value is None:
+        return {}
+    table = value if isinstance(value, dict) else {"embed_tokens": value}
+    for indices in table.values():
+        if not isinstance(indices, list) or not all(
+            isinstance(i, int) and not isinstance(i, bool) for i in indices
+        ):
+            raise _bad(name, value, "a list of token ids, or one for each module")
+        if len(set(indices)) != len(indices):
+            raise _bad(name, value, "free of repeated token ids")
+    return {module: tuple(indices) for module, indices in table.items()}
+
+
+def _version(value: Any) -> str | None:
+    if value is None:
+        return None
+    if not isinstance(value, str) or peft_version(value) is None:
+        raise _bad("peft_version", value, 'a version such as "0.21.2"')
+    return value
+
+
+def _nemo_version(folder: Path) -> str | None:
+    """PEFT version whose layout NeMo AutoModel says it wrote, in a file of its own."""
+    path = folder / "automodel_peft_config.json"
+    layout = read_json(path).get("paramwrapper_layout") if path.exists() else None
+    if layout is None:
+        return None
+    if not isinstance(layout, str) or peft_version(layout.removeprefix("peft-")) is None:
+        raise AdapterError(f'{path}: paramwrapper_layout={layout!r}: must be like "peft-0.19.1"')
+    return layout.removeprefix("peft-")
+
+
+def _base_class(raw: dict[str, Any]) -> str | None:
+    mapping = raw.get("auto_mapping")
+    name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
+    return name if isinstance(name, str) else None
+
+
+def _is_unsloth(raw: dict[str, Any]) -> bool:
+    mapping = raw.get("auto_mapping")
+    marked = isinstance(mapping, dict) and bool(mapping.get("unsloth_fixed"))
+    return marked or "unsloth" in str(raw.get("base_model_name_or_path", "")).lower()

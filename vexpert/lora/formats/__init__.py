@@ -1,0 +1,1 @@
+"""Formats of adapter files, one file each: tensors of the file -> canonical factors."""

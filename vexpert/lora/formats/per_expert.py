@@ -1,0 +1,209 @@
+"""One pair for each expert, or one tensor for all: every other layout of experts than PEFT's fused.
+
+Per expert (transformers 4, Tinker's converter, prime-rl, ART, Megatron-Bridge):
+  experts.N.gate_proj.lora_A [r, in], experts.N.gate_proj.lora_B [out, r]; also w1 / w3 / w2.
+Stacked (Tinker, SGLang): experts.gate_proj.lora_A [E or 1, r, in], lora_B [E or 1, out, r]; a
+  leading 1 is a factor that all experts share.
+Mixed (Megatron-Bridge's shared outer): one side stacked with a leading 1, the other per expert.
+"""
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+
+import torch
+
+from vexpert.errors import AdapterError
+from vexpert.lora.checks import require_finite
+from vexpert.lora.formats.context import Context, dimensions, shapes, split_rows
+from vexpert.lora.formats.fused import finish_pair
+from vexpert.lora.keys import Piece, Slots
+from vexpert.lora.types import ExpertsTarget, Factors
+
+_PARTS = ("A", "B", "magnitude")
+
+Pieces = Mapping[int | None, Piece]  # by expert; None: of all experts
+
+
+@dataclass(frozen=True)
+class Side:
+    """All experts' lora_A, or all experts' lora_B, of one projection."""
+
+    tensor: torch.Tensor  # [E or 1, r, in] or [E or 1, out, r]; may be a view of the file
+    ranks: dict[int, int] | None  # rank by expert where keys are per expert, else None
+
+
+def read_experts(
+    target: ExpertsTarget, slots: Slots, context: Context
+) -> tuple[dict[str, Factors], dict[str, torch.Tensor]]:
+    """(factors, DoRA magnitudes) by projection, from (projection, part) -> expert -> piece."""
+    factors: dict[str, Factors] = {}
+    magnitudes: dict[str, torch.Tensor] = {}
+    for projection in sorted({projection for projection, _ in slots}):
+        parts = {part: by for (name, part), by in slots.items() if name == projection}
+        _require_known(target, parts, context)
+        found = read_projection(target, projection, parts, context)
+        if found.keys() & factors.keys():
+            raise AdapterError(f"{target.path}: {sorted(found)} stand in the file twice")
+        factors.update(found)
+        if "magnitude" in parts:
+            magnitudes.update(
+                read_magnitudes(target, projection, parts["magnitude"], parts.get("A", {}))
+            )
+    return factors, magnitudes
+
+
+def _require_known(target: ExpertsTarget, parts: Mapping[str, Pieces], context: Context) -> None:
+    odd = [next(iter(by.values())).key for part, by in parts.items() if part not in _PARTS]
+    if odd:
+        raise AdapterError(f"{odd[0]}: not supported for routed experts")
+    dora = context.config.use_dora
+    if dora != ("magnitude" in parts):
+        raise AdapterError(
+            f"{target.path}: use_dora is {str(dora).lower()} in adapter_config.json, but "
+            f"lora_magnitude_vector is {'missing' if dora else 'in the file'}; one of them is wrong"
+        )
+
+
+def read_projection(
+    target: ExpertsTarget, projection: str, parts: Mapping[str, Pieces], context: Context
+) -> dict[str, Factors]:
+    """Factors by projection from the pieces of gate, up, down or gate_up, by part and expert."""
+    a_pieces, b_pieces = parts.get("A", {}), parts.get("B", {})
+    _require_partners(target, a_pieces, b_pieces)
+    inputs, outputs = dimensions(target, projection)
+    a = _side(target, a_pieces, inputs, False)
+    b = _side(target, b_pieces, outputs, True)
+    rank = a.tensor.shape[1]
+    if rank != b.tensor.shape[2]:
+        raise AdapterError(
+            f"{_shapes(a_pieces, b_pieces)}: lora_A has rank {rank}, lora_B {b.tensor.shape[2]}; "
+            "the file is broken, save the adapter again"
+        )
+    if a.ranks is not None and b.ranks is not None and a.ranks != b.ranks:
+        expert = next(e for e, rank in a.ranks.items() if b.ranks[e] != rank)
+        raise AdapterError(
+            f"{shapes(a_pieces[expert], b_pieces[expert])}: lora_A and lora_B differ in rank"
+        )
+    context.note_format(_format_name(a, b))
+    scale, b_tensor = _scaled(target, a_pieces, b_pieces, a, b, context)
+    name = f"{target.path}.{projection}"
+    return finish_pair(target, projection, name, a.tensor, b_tensor, scale, context)
+
+
+def read_magnitudes(
+    target: ExpertsTarget, projection: str, pieces: Pieces, adapted: Pieces
+) -> dict[str, torch.Tensor]:
+    """DoRA's magnitudes [E, out] by projection, NaN for experts without factors."""
+    _, outputs = dimensions(target, projection)
+    if set(pieces) != set(adapted) or None in pieces:
+        raise AdapterError(
+            f"{target.path}: {projection} has {len(adapted)} lora_A and {len(pieces)} "
+            "lora_magnitude_vector; DoRA on experts needs one of each per expert"
+        )
+    found = torch.full((target.num_experts, outputs), torch.nan)
+    for expert, piece in pieces.items():
+        assert expert is not None
+        if piece.tensor.shape != (outputs,):
+            raise AdapterError(f"{shapes(piece)}: must be [{outputs}]")
+        require_finite(piece.key, piece.tensor)
+        found[expert] = piece.tensor
+    if projection != "gate_up" or not target.has_gate:
+        return {"up" if projection == "gate_up" else projection: found}
+    gate, up = split_rows(target, found.unsqueeze(-1))
+    return {"gate": gate.squeeze(-1).contiguous(), "up": up.squeeze(-1).contiguous()}
+
+
+def _require_partners(target: ExpertsTarget, a: Pieces, b: Pieces) -> None:
+    mixed = set(a) == {None} or set(b) == {None}
+    if a and b and (mixed or set(a) == set(b)):
+        return
+    lonely = [pieces[e].key for pieces, e in _differences(a, b)]
+    raise AdapterError(
+        f"{target.path}: {len(lonely)} tensors have no partner, first {lonely[0]}; each lora_A "
+        "needs its lora_B: the file is incomplete, save the adapter again"
+    )
+
+
+def _differences(a: Pieces, b: Pieces) -> list[tuple[Pieces, int | None]]:
+    return [(a, e) for e in a if e not in b] + [(b, e) for e in b if e not in a]
+
+
+def _side(target: ExpertsTarget, pieces: Pieces, size: int, is_b: bool) -> Side:
+    """`pieces` as one tensor. `size` is in_features for A, out_features for B."""
+    if None in pieces:
+        if len(pieces) > 1:
+            raise AdapterError(
+                f"{pieces[None].key}: the file also holds the same factor of single experts"
+            )
+        return Side(_stacked(target, pieces[None], size, is_b), None)
+    return _per_expert(target, {e: p for e, p in pieces.items() if e is not None}, size, is_b)
+
+
+def _stacked(target: ExpertsTarget, piece: Piece, size: int, is_b: bool) -> torch.Tensor:
+    x = piece.tensor
+    if x.ndim == 3 and x.shape[0] in (1, target.num_experts) and x.shape[2 - is_b] == size:
+        return x
+    form = f"{size}, r" if is_b else f"r, {size}"
+    raise AdapterError(
+        f"{shapes(piece)}: {target.path} needs [{target.num_experts}, {form}] or, shared by all "
+        f"experts, [1, {form}]; the adapter was made for another base model, or its format is "
+        "unknown"
+    )
+
+
+def _per_expert(target: ExpertsTarget, pieces: dict[int, Piece], size: int, is_b: bool) -> Side:
+    rank_dim = 1 if is_b else 0
+    for piece in pieces.values():
+        if piece.tensor.ndim != 2 or piece.tensor.shape[1 - rank_dim] != size:
+            form = f"[{size}, r]" if is_b else f"[r, {size}]"
+            raise AdapterError(
+                f"{shapes(piece)}: {target.path} needs {form}; the adapter was made for another "
+                "base model, or its file is broken"
+            )
+    ranks = {expert: piece.tensor.shape[rank_dim] for expert, piece in pieces.items()}
+    tensors = {expert: piece.tensor for expert, piece in pieces.items()}
+    if len({x.dtype for x in tensors.values()}) > 1:
+        tensors = {expert: x.float() for expert, x in tensors.items()}
+    return Side(_stack(target.num_experts, tensors, max(ranks.values()), size, is_b), ranks)
+
+
+def _stack(
+    experts: int, tensors: dict[int, torch.Tensor], rank: int, size: int, is_b: bool
+) -> torch.Tensor:
+    """[E, r, size], or [E, size, r] for B; experts without factors and missing ranks are zero."""
+    if len(tensors) == experts and len({x.shape for x in tensors.values()}) == 1:
+        return torch.stack([tensors[expert] for expert in range(experts)])
+    shape = (experts, size, rank) if is_b else (experts, rank, size)
+    out = torch.zeros(shape, dtype=next(iter(tensors.values())).dtype)
+    for expert, x in tensors.items():
+        out[expert, : x.shape[0], : x.shape[1]] = x
+    return out
+
+
+def _scaled(
+    target: ExpertsTarget, a_pieces: Pieces, b_pieces: Pieces, a: Side, b: Side, context: Context
+) -> tuple[float, torch.Tensor]:
+    """The scale of all experts and B; where experts differ in scale, it is folded into B."""
+    ranks = a.ranks or b.ranks
+    pieces = a_pieces if a.ranks or not b.ranks else b_pieces
+    if ranks is None:
+        return context.scale(pieces[None].module, a.tensor.shape[1]), b.tensor
+    scales = {expert: context.scale(pieces[expert].module, r) for expert, r in ranks.items()}
+    first = next(iter(scales.values()))
+    if all(scale == first for scale in scales.values()):
+        return first, b.tensor
+    factor = torch.zeros(target.num_experts, 1, 1)
+    for expert, scale in scales.items():
+        factor[expert] = scale
+    return 1.0, b.tensor.float() * factor
+
+
+def _format_name(a: Side, b: Side) -> str:
+    per_expert = [side.ranks is not None for side in (a, b)]
+    if all(per_expert):
+        return "per expert"
+    return "shared outer, per expert" if any(per_expert) else "stacked experts"
+
+
+def _shapes(a: Pieces, b: Pieces) -> str:
+    return shapes(next(iter(a.values())), next(iter(b.values())))

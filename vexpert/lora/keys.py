@@ -1,0 +1,85 @@
+"""Keys of adapter files: one key -> the module it is about and which part of it the tensor is."""
+
+from typing import NamedTuple
+
+import torch
+
+# Wrappers that trainers leave in module paths; they name no module of the model.
+_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+_PREFIXES = ("base_model.model.", "base_model.")
+
+_LORA_PARTS = {
+    "A.weight": "A",
+    "A": "A",
+    "B.weight": "B",
+    "B": "B",
+    "B.bias": "B.bias",
+    "embedding_A": "embedding_A",
+    "embedding_B": "embedding_B",
+    "magnitude_vector": "magnitude",
+    "magnitude_vector.weight": "magnitude",
+}
+_TOKENS = ".token_adapter.trainable_tokens_delta"
+_HOLDERS = ("modules_to_save", "original_module", "base_layer")
+
+
+class Piece(NamedTuple):
+    """One tensor of the file. `part`: A, B, B.bias, embedding_A, embedding_B, magnitude, tokens,
+    or "param" for a full parameter, named `param`, kept by `holder`.
+    """
+
+    key: str
+    module: str  # as the file names it, without PEFT's prefix
+    part: str
+    tensor: torch.Tensor
+    holder: str = ""  # modules_to_save, original_module, base_layer, or ""
+    param: str = ""  # weight, bias, ...
+    adapter: str = ""  # PEFT's adapter name, where the key still holds it
+
+
+# One experts module's pieces: (projection, part) -> expert -> piece; expert None: all together.
+Slots = dict[tuple[str, str], dict[int | None, Piece]]
+
+
+def parse_key(key: str, tensor: torch.Tensor) -> Piece | None:
+    """The piece that `key` names; None when it is no key of a LoRA adapter."""
+    name = key
+    if "_wrapped_module." in key or "_orig_mod." in key:
+        for wrapper in _WRAPPERS:
+            name = name.replace(wrapper, "")
+    for prefix in _PREFIXES:
+        if name.startswith(prefix):
+            name = name[len(prefix) :]
+            break
+    module, found, tail = name.rpartition(".lora_")
+    if found:
+        return _lora_piece(key, module, tail, tensor)
+    if _TOKENS in name:
+        module, _, adapter = name.partition(_TOKENS)
+        return Piece(key, module, "tokens", tensor, adapter=adapter.removeprefix("."))
+    return _param_piece(key, name, tensor)
+
+
+def _lora_piece(key: str, module: str, tail: str, tensor: torch.Tensor) -> Piece | None:
+    part = _LORA_PARTS.get(tail)
+    if part is not None:
+        return Piece(key, module, part, tensor)
+    words = tail.split(".")
+    if len(words) < 2:
+        return None
+    part = _LORA_PARTS.get(".".join((words[0], *words[2:])))
+    return None if part is None else Piece(key, module, part, tensor, adapter=words[1])
+
+
+def _param_piece(key: str, name: str, tensor: torch.Tensor) -> Piece | None:
+    module, _, param = name.rpartition(".")
+    words = module.split(".")
+    adapter = ""
+    if len(words) > 2 and words[-2] == "modules_to_save":
+        adapter = words.pop()
+    holder = words.pop() if words[-1] in _HOLDERS else ""
+    while holder == "base_layer" and words and words[-1] in ("base_layer", "token_adapter"):
+        words.pop()
+    if not words or not param:
+        return None
+    return Piece(key, ".".join(words), "param", tensor, holder, param, adapter)

@@ -1,0 +1,102 @@
+"""Sorts the pieces of a file by the module of the model they belong to; refuses what has none."""
+
+import re
+from collections import Counter
+from dataclasses import dataclass, field
+from difflib import get_close_matches
+from typing import TypeVar
+
+from vexpert.errors import AdapterError
+from vexpert.lora.files import Tensors
+from vexpert.lora.formats.full import parameter_shape
+from vexpert.lora.keys import Piece, Slots, parse_key
+from vexpert.lora.names import Names, Place
+from vexpert.lora.types import ExpertsTarget, TargetMap
+
+K = TypeVar("K")
+
+
+@dataclass
+class Placed:
+    """Every piece of a file, by target path."""
+
+    linear: dict[str, dict[str, Piece]] = field(default_factory=dict)  # by part
+    experts: dict[str, Slots] = field(default_factory=dict)
+    tokens: dict[str, Piece] = field(default_factory=dict)
+    full: list[tuple[str, Piece]] = field(default_factory=list)
+
+
+def place(tensors: Tensors, targets: TargetMap) -> Placed:
+    """All pieces placed, or an AdapterError that lists every key without a place."""
+    names = Names(targets)
+    placed = Placed()
+    lost: list[str] = []
+    adapters: set[str] = set()
+    for key, tensor in tensors.items():
+        piece = parse_key(key, tensor)
+        found = names.find(piece.module) if piece is not None else None
+        if piece is None or found is None or not _put(placed, piece, found, targets):
+            lost.append(key)
+        elif piece.adapter:
+            adapters.add(piece.adapter)
+    if lost:
+        raise AdapterError(_lost_message(lost, targets))
+    if len(adapters) > 1:
+        raise AdapterError(
+            f"the file holds several adapters, {', '.join(sorted(adapters))}; save one alone"
+        )
+    return placed
+
+
+def _put(placed: Placed, piece: Piece, found: Place, targets: TargetMap) -> bool:
+    """Add the piece; False when the module cannot have such a tensor."""
+    target = targets.targets.get(found.path)
+    if piece.part == "param":
+        name = f"{found.path}.{piece.param}"
+        if parameter_shape(name, targets) is None or found.projection not in ("", "outer"):
+            return False
+        placed.full.append((found.path, piece))
+        return True
+    if target is None:
+        return False
+    if piece.part == "tokens":
+        if isinstance(target, ExpertsTarget):
+            return False
+        _once(placed.tokens, found.path, piece)
+    elif isinstance(target, ExpertsTarget):
+        slots = placed.experts.setdefault(found.path, {})
+        _once(slots.setdefault((found.projection, piece.part), {}), found.expert, piece)
+    else:
+        _once(placed.linear.setdefault(found.path, {}), piece.part, piece)
+    return True
+
+
+def _once(table: dict[K, Piece], at: K, piece: Piece) -> None:
+    if at in table:
+        raise AdapterError(f"{table[at].key} and {piece.key} are the same factor twice; keep one")
+    table[at] = piece
+
+
+def _lost_message(lost: list[str], targets: TargetMap) -> str:
+    """Keys grouped by their shape of name, each group with the nearest module of the model."""
+    groups = Counter(_general(key) for key in lost)
+    known = sorted({_general(path) for path in targets.targets})
+    lines = []
+    for group, count in groups.items():
+        near = get_close_matches(_module(group), known, 1, 0.5)
+        hint = f"; nearest module of the model: {near[0]}" if near else ""
+        lines.append(f"  {group} ({count} keys{hint})")
+    return (
+        f"{len(lost)} keys of the adapter have no place in {targets.architecture}:\n"
+        + "\n".join(lines)
+        + "\nThe adapter was made for another base model, or in a format that is not known."
+    )
+
+
+def _general(name: str) -> str:
+    return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name)
+
+
+def _module(group: str) -> str:
+    name = group.removeprefix("base_model.model.")
+    return name.partition(".lora_")[0]

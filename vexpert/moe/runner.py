@@ -1,0 +1,82 @@
+"""One MoE layer's experts: route, gate_up, hook, activation, down, hook, combine."""
+
+import torch
+
+from vexpert.errors import UnsupportedError
+from vexpert.moe.types import ExpertWeights, MoeHooks, PairRows
+from vexpert.ops.backend import Arrangement, LoraBackend
+
+NO_HOOKS = MoeHooks()
+
+
+class MoeRunner:
+    """Runs `weights` on `backend`, which may store them anew (in place: pass the Parameters)."""
+
+    def __init__(self, weights: ExpertWeights, backend: LoraBackend) -> None:
+        _check(weights)
+        self.weights = weights
+        self.backend = backend
+        for weight in (weights.gate_up, weights.down):
+            backend.prepare_weight(weight, weights.is_transposed)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        hooks: MoeHooks | None = None,
+    ) -> torch.Tensor:
+        """hidden [T, H], topk_ids [T, K] int64, topk_weights [T, K] -> [T, H] in hidden's dtype.
+
+        Pairs with a sentinel expert add nothing. Both hooks of one call get the same `rows`.
+        """
+        weights, backend = self.weights, self.backend
+        hooks = hooks or NO_HOOKS
+        pairs = backend.arrange(topk_ids, weights.num_experts)
+        rows = PairRows(pairs.token, pairs.expert)
+        x: torch.Tensor = hidden
+        x_rows: torch.Tensor | None = pairs.token
+        if weights.scale_input:
+            x, x_rows = _scaled_rows(hidden, topk_weights, pairs), None
+        y = backend.grouped_gemm(
+            x, x_rows, weights.gate_up, weights.gate_up_bias, pairs, weights.is_transposed
+        )
+        if hooks.after_gate_up is not None:
+            hooks.after_gate_up(x, x_rows, y, rows)
+        inner = weights.activate(y)
+        out = backend.grouped_gemm(
+            inner, None, weights.down, weights.down_bias, pairs, weights.is_transposed
+        )
+        if hooks.after_down is not None:
+            hooks.after_down(inner, None, out, rows)
+        return backend.combine(out, None if weights.scale_input else topk_weights, pairs)
+
+
+def _scaled_rows(
+    hidden: torch.Tensor, topk_weights: torch.Tensor, pairs: Arrangement
+) -> torch.Tensor:
+    """Each pair's input times its routing weight, [P, H] in hidden's dtype."""
+    scale = topk_weights.reshape(-1).index_select(0, pairs.pair).unsqueeze(1)
+    return (hidden.index_select(0, pairs.token) * scale).to(hidden.dtype)
+
+
+def _check(weights: ExpertWeights) -> None:
+    """Raise UnsupportedError unless shapes and dtypes agree with the sizes and flags."""
+    e, h, i = weights.num_experts, weights.hidden_size, weights.intermediate_size
+    n = 2 * i if weights.has_gate else i
+    gate_up, down = ((e, h, n), (e, i, h)) if weights.is_transposed else ((e, n, h), (e, h, i))
+    expected = {
+        "gate_up": (weights.gate_up, gate_up),
+        "down": (weights.down, down),
+        "gate_up_bias": (weights.gate_up_bias, (e, n)),
+        "down_bias": (weights.down_bias, (e, h)),
+    }
+    for name, (tensor, shape) in expected.items():
+        if tensor is None:
+            continue
+        if tuple(tensor.shape) != shape or tensor.dtype != weights.gate_up.dtype:
+            raise UnsupportedError(
+                f"experts' {name} is {tuple(tensor.shape)} {tensor.dtype}, expected {shape} "
+                f"{weights.gate_up.dtype} for {e} experts, hidden {h}, intermediate {i}, "
+                f"is_transposed={weights.is_transposed}, has_gate={weights.has_gate}"
+            )

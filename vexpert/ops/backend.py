@@ -1,0 +1,201 @@
+"""The operations behind LoRA and routed experts, who offers them, and who is chosen.
+
+Semantics of LoRA: y[p] += B[s, e] @ (A[s, e] @ x[p]) for row p with slot s >= 0 and an expert e on
+this rank. All other rows are left as they are, bit for bit, and cost nothing.
+"""
+
+import importlib.util
+import os
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from vexpert.errors import UnsupportedError
+from vexpert.log import get_logger, log_once
+from vexpert.ops.routing import Arrangement, Routing
+from vexpert.ops.types import LoraSite, SiteTable
+
+__all__ = ["Arrangement", "LoraBackend", "Routing", "check_operands", "select_backend"]
+
+logger = get_logger(__name__)
+
+
+class LoraBackend(Protocol):
+    """One implementation. Rows: P; a Routing or Arrangement goes back to the backend it is from."""
+
+    name: str
+
+    def route(
+        self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
+    ) -> Routing:
+        """Group rows with slots [P] and experts [P] int64 (None: a dense layer)."""
+
+    def shrink(
+        self,
+        x: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        routing: Routing,
+        x_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """h [P, site.max_rank] float32 = A x[x_rows]; x [P or R, in] in the arena's dtype.
+
+        Inactive rows, and columns from the slot's rank on, are unspecified.
+        """
+
+    def expand(
+        self,
+        h: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        routing: Routing,
+        y: torch.Tensor,
+        fuse_add_to_output: bool = True,
+        add_output_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        """Add B h to y [P, out] in place and return y; columns of y are adjacent, rows need not be.
+
+        add_output_mask [P] bool: rows that may change (None: all). Without fuse_add_to_output y
+        stays as it is, and the deltas return in a new tensor, zero where there is none.
+        """
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        routing: Routing,
+        x_rows: torch.Tensor | None = None,
+    ) -> None:
+        """Shrink and expand: add B A x[x_rows] to y [P, out] in place."""
+
+    def apply_per_adapter(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        slots: torch.Tensor,
+        experts: torch.Tensor | None,
+        active_slots: tuple[int, ...],
+        x_rows: torch.Tensor | None = None,
+    ) -> None:
+        """The same as `route` and `apply`, one adapter after another: the classic path."""
+
+    def prepare_weight(self, weight: torch.Tensor, is_transposed: bool) -> None:
+        """Once at load: store an experts' weight as `grouped_gemm` likes it. In place, same values.
+
+        Pass the Parameter itself: its `data` may be replaced.
+        """
+
+    def arrange(self, topk_ids: torch.Tensor, num_experts: int) -> Arrangement:
+        """Order the pairs of topk_ids [T, K] int64 for the three operations below."""
+
+    def grouped_gemm(
+        self,
+        x: torch.Tensor,
+        x_rows: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        arrangement: Arrangement,
+        is_transposed: bool,
+    ) -> torch.Tensor:
+        """y [P, N] = W[e] x[x_rows] + bias[e]; rows of sentinels are unspecified.
+
+        weight [E, N, K], or [E, K, N] when transposed; bias [E, N].
+        """
+
+    def combine(
+        self, y: torch.Tensor, weights: torch.Tensor | None, arrangement: Arrangement
+    ) -> torch.Tensor:
+        """out [T, H] = sum over k, in order, of weights[t, k] * y of pair (t, k).
+
+        Sentinels are left out; weights None: ones. Sums in float32; the result has y's dtype.
+        """
+
+
+@dataclass(frozen=True)
+class Capability:
+    """What a backend runs, as data."""
+
+    device_types: tuple[str, ...]
+    dtypes: tuple[torch.dtype, ...]
+    packages: tuple[str, ...] = ()
+
+
+FLOATS = (torch.float32, torch.bfloat16, torch.float16)
+CAPABILITIES = {
+    "torch": Capability(("cpu",), FLOATS),
+    "triton": Capability(("cuda",), FLOATS, ("triton",)),
+    # Triton's interpreter runs the same kernels on a CPU, for tests.
+    "triton interpreter": Capability(("cpu",), FLOATS, ("triton",)),
+}
+PREFERRED = {"cpu": "torch", "cuda": "triton"}
+
+
+def _unsupported_because(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+    """Why backend `name` cannot run there, or None."""
+    interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
+    capability = CAPABILITIES["triton interpreter" if interpreted else name]
+    if device.type not in capability.device_types and not (interpreted and device.type == "cuda"):
+        return f"it runs on {', '.join(capability.device_types)}"
+    if dtype not in capability.dtypes:
+        return f"it computes in {', '.join(str(known) for known in capability.dtypes)}"
+    missing = [name for name in capability.packages if importlib.util.find_spec(name) is None]
+    return f"{', '.join(missing)} is not installed" if missing else None
+
+
+def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> LoraBackend:
+    """Backend `name`, or for "auto" the device's own; the choice is logged once.
+
+    Raises UnsupportedError, with the reason, when it cannot run `dtype` on `device`.
+    """
+    device = torch.device(device)
+    chosen = PREFERRED.get(device.type, "torch") if name == "auto" else name
+    if chosen not in PREFERRED.values():
+        raise UnsupportedError(f"LoRA backend {name!r} is unknown; use auto, torch or triton")
+    reason = _unsupported_because(chosen, device, dtype)
+    if reason is not None:
+        raise UnsupportedError(
+            f"LoRA backend {chosen!r} cannot run {dtype} on {device}: {reason}; choose another "
+            "lora_backend, device or dtype"
+        )
+    log_once(logger, f"LoRA backend: {chosen} for {dtype} on {device} (asked for: {name})")
+    return _build(chosen)
+
+
+def _build(name: str) -> LoraBackend:
+    if name == "torch":
+        from vexpert.ops.torch_backend import TorchBackend
+
+        return TorchBackend()
+    from vexpert.ops.triton_backend import TritonBackend
+
+    return TritonBackend()
+
+
+def check_operands(
+    backend: str,
+    x: torch.Tensor,
+    y: torch.Tensor,
+    site: LoraSite,
+    table: SiteTable,
+    num_rows: int,
+) -> None:
+    """Raise UnsupportedError unless x [*, in] and y [num_rows, out] fit the site and its arena."""
+    arena = table.arena
+    fits = (
+        x.dtype == y.dtype == arena.dtype
+        and x.device == y.device == arena.device
+        and x.dim() == y.dim() == 2
+        and x.shape[1] == site.in_features
+        and y.shape == (num_rows, site.out_features)
+    )
+    if not fits:
+        raise UnsupportedError(
+            f"LoRA backend {backend!r}, {site.name}: x {tuple(x.shape)} {x.dtype} {x.device} and y "
+            f"{tuple(y.shape)} {y.dtype} {y.device} do not fit {num_rows} rows of "
+            f"[{site.in_features} -> {site.out_features}] in {arena.dtype} on {arena.device}"
+        )

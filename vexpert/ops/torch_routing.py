@@ -1,0 +1,169 @@
+"""Routing of the torch backend: plain index arrays on the host, where small ones cost least.
+
+A numpy call on a few dozen integers takes 0.5 us where a torch call takes 2 to 4 us (measured).
+"""
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property, lru_cache
+
+import numpy as np
+import numpy.typing as npt
+import torch
+
+from vexpert.ops.routing import Arrangement, Routing
+
+IntArray = npt.NDArray[np.int64]
+
+
+@dataclass(frozen=True)
+class Pairs:
+    """Active pairs: the rows that LoRA changes, with their slot and expert, all [n]."""
+
+    rows: IntArray
+    slots: IntArray
+    experts: IntArray
+
+    def take(self, which: IntArray | npt.NDArray[np.bool_]) -> "Pairs":
+        """The pairs at positions, or where a mask is true."""
+        return Pairs(self.rows[which], self.slots[which], self.experts[which])
+
+
+@dataclass(frozen=True)
+class Segment:
+    """All rows [m] of one virtual expert."""
+
+    slot: int
+    expert: int
+    rows: IntArray
+
+
+@dataclass(frozen=True)
+class TorchRouting(Routing):
+    """Which virtual expert each of `num_rows` rows needs; inactive rows are left out of `pairs`."""
+
+    num_experts: int
+    pairs: Pairs
+    whole: bool  # every row is active: pairs.rows is 0, 1, 2, ...
+
+    @cached_property
+    def active_slots(self) -> tuple[int, ...]:
+        return tuple(sorted(set(self.pairs.slots.tolist())))
+
+    @cached_property
+    def slot_array(self) -> IntArray:
+        """`active_slots` as an array."""
+        return np.array(self.active_slots, dtype=np.int64)
+
+    @cached_property
+    def virtual(self) -> IntArray:
+        """Virtual expert of each active pair [n]."""
+        virtual: IntArray = self.pairs.slots * self.num_experts + self.pairs.experts
+        return virtual
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether every row needs one and the same virtual expert."""
+        if not self.whole or not self.num_rows or len(self.active_slots) > 1:
+            return False
+        return self.num_experts == 1 or bool((self.virtual == self.virtual[0]).all())
+
+    def split(self, min_rows: int) -> tuple[tuple[Segment, ...], Pairs]:
+        """Virtual experts with at least `min_rows` rows; the pairs of all others, in order."""
+        if len(self.pairs.rows) < min_rows:
+            return (), self.pairs
+        return self._split(min_rows)
+
+    @cached_property
+    def _splits(self) -> dict[int, tuple[tuple[Segment, ...], Pairs]]:
+        return {}
+
+    def _split(self, min_rows: int) -> tuple[tuple[Segment, ...], Pairs]:
+        if min_rows not in self._splits:
+            order = np.argsort(self.virtual, kind="stable")
+            virtual, starts = np.unique(self.virtual[order], return_index=True)
+            parts = np.split(order, starts[1:])
+            large = [len(part) >= min_rows for part in parts]
+            segments = tuple(
+                Segment(*divmod(int(v), self.num_experts), self.pairs.rows[part])
+                for v, part, is_large in zip(virtual, parts, large, strict=True)
+                if is_large
+            )
+            rest = [part for part, is_large in zip(parts, large, strict=True) if not is_large]
+            chosen = np.concatenate([np.empty(0, np.int64), *rest])
+            self._splits[min_rows] = (segments, self.pairs.take(np.sort(chosen)))
+        return self._splits[min_rows]
+
+
+@lru_cache(maxsize=256)
+def steps(count: int, step: int = 1) -> IntArray:
+    """`0, step, 2 * step, ...` (`count` of them). Shared: not to be written."""
+    return np.arange(0, count * step, step, dtype=np.int64)
+
+
+@lru_cache(maxsize=64)
+def repeated(count: int, times: int) -> IntArray:
+    """`0, 0, ..., 1, 1, ...`: each of `count` integers `times` times. Shared: not to be written."""
+    return np.repeat(steps(count), times)
+
+
+def route(slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int) -> TorchRouting:
+    """Routing of slots [P] and experts [P] (None: a dense layer), both int64 on the CPU."""
+    slot: IntArray = slots.numpy()
+    expert: IntArray = np.zeros_like(slot) if experts is None else experts.numpy()
+    active = slot >= 0
+    if experts is not None:
+        active &= (expert >= 0) & (expert < num_experts)
+    pairs = Pairs(steps(len(slot)), slot, expert)
+    whole = bool(active.all())
+    return TorchRouting(len(slot), num_experts, pairs if whole else pairs.take(active), whole)
+
+
+def ragged(counts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
+    """For bags of `counts` [n] items: bag and place in it of each item, first item of each bag."""
+    starts = np.cumsum(counts) - counts
+    bag = np.repeat(np.arange(len(counts), dtype=np.int64), counts)
+    return bag, np.arange(len(bag), dtype=np.int64) - starts[bag], starts
+
+
+def as_rows(rows: Sequence[int] | IntArray) -> torch.Tensor:
+    """Indices as a tensor [n] int64 over the same memory."""
+    return torch.from_numpy(np.ascontiguousarray(rows, dtype=np.int64))
+
+
+@dataclass(frozen=True)
+class TorchArrangement(Arrangement):
+    """Pairs sorted by expert, so that an expert's weights are read once; sentinels left out."""
+
+    counts: IntArray  # [num_experts] rows of each expert
+    kept: IntArray | None  # [P] which of the T * K pairs are rows, ascending; None: all of them
+    position: IntArray  # [P] row of each kept pair
+    bag_start: IntArray  # [T] first item of each token in `position`
+
+
+def arrange(topk_ids: torch.Tensor, num_experts: int) -> TorchArrangement:
+    """Arrangement of topk_ids [T, K] int64 on the CPU."""
+    tokens, k = topk_ids.shape
+    expert: IntArray = topk_ids.reshape(-1).numpy()
+    valid = (expert >= 0) & (expert < num_experts)
+    kept, bag_start, token = None, steps(tokens, k), repeated(tokens, k)
+    pair = steps(len(expert))
+    if not valid.all():
+        kept = pair = np.flatnonzero(valid)
+        expert, token = expert[kept], token[kept]
+        per_token = valid.reshape(tokens, k).sum(1)
+        bag_start = np.cumsum(per_token) - per_token
+    order = np.argsort(expert, kind="stable")
+    position = np.empty_like(order)
+    position[order] = steps(len(order))
+    expert = expert[order]
+    return TorchArrangement(
+        pair=torch.from_numpy(pair[order]),
+        token=torch.from_numpy(token[order]),
+        expert=torch.from_numpy(expert),
+        num_tokens=tokens,
+        counts=np.bincount(expert, minlength=num_experts),
+        kept=kept,
+        position=position,
+        bag_start=bag_start,
+    )

@@ -1,0 +1,128 @@
+"""What all answers share: their head, their token counts, and running a job to an answer."""
+
+import json
+import time
+from collections.abc import AsyncGenerator, Iterable
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+from uuid import uuid4
+
+from fastapi.responses import JSONResponse
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vexpert import __version__
+from vexpert.server.disconnect import ClientDisconnectedError, EventStream, until_disconnect
+from vexpert.server.engine_thread import AsyncEngine
+from vexpert.server.errors import api_error, error_object
+from vexpert.server.generation import Generation, Job
+from vexpert.server.progress import EngineFailedError, Update
+
+Json = dict[str, Any]
+
+
+def new_id(kind: str) -> str:
+    """A fresh id of an answer, e.g. "chatcmpl-..."."""
+    return f"{kind}-{uuid4().hex}"
+
+
+@dataclass(frozen=True)
+class Head:
+    """The fields every answer and every chunk of it begins with."""
+
+    id: str
+    model: str  # as the client named it
+    created: int = field(default_factory=lambda: int(time.time()))  # seconds since 1970
+
+    def fields(self, kind: str) -> Json:
+        return {
+            "id": self.id,
+            "object": kind,
+            "created": self.created,
+            "model": self.model,
+            "system_fingerprint": f"vexpert-{__version__}",
+        }
+
+
+@dataclass
+class Usage:
+    """Token counts of one answer: each prompt once, each generated token once."""
+
+    prompt_tokens: int
+    completion_tokens: int = 0
+    cached: dict[int, int] = field(default_factory=dict)  # by prompt
+
+    def count(self, i: int, update: Update) -> None:
+        self.completion_tokens += sum(len(delta.token_ids) for delta in update.deltas)
+        self.cached[i] = update.num_cached_tokens
+
+    def as_json(self) -> Json:
+        return {
+            "prompt_tokens": self.prompt_tokens,
+            "completion_tokens": self.completion_tokens,
+            "total_tokens": self.prompt_tokens + self.completion_tokens,
+            "prompt_tokens_details": {"cached_tokens": sum(self.cached.values())},
+        }
+
+
+class Formatter(Protocol):
+    """The shape of one kind of answer."""
+
+    include_usage: bool
+
+    def whole(self, updates: dict[int, Update]) -> Json:
+        """The answer, but for `usage`, from one finished update per prompt."""
+
+    def chunks(self, i: int, update: Update) -> Iterable[Json]:
+        """Chunks for an update of prompt `i`."""
+
+    def last_chunk(self) -> Json:
+        """The chunk without choices that carries `usage`."""
+
+
+async def answer(request: Request, engine: AsyncEngine, job: Job, formatter: Formatter) -> Response:
+    """Run `job`; a streamed or a whole response. The job is aborted if the client leaves."""
+    usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts))
+    if job.stream:
+        generation = await Generation.start(engine, job)
+        return EventStream(_events(generation, formatter, usage))
+    try:
+        work = _whole(engine, job, formatter, usage)
+        return JSONResponse(await until_disconnect(request.receive, work))
+    except ClientDisconnectedError:
+        return Response(status_code=499)  # nobody reads it
+
+
+async def _whole(engine: AsyncEngine, job: Job, formatter: Formatter, usage: Usage) -> Json:
+    generation = await Generation.start(engine, job)
+    updates: dict[int, Update] = {}
+    try:
+        async for i, update in generation:
+            usage.count(i, update)
+            updates[i] = update
+    finally:
+        generation.close()
+    return formatter.whole(updates) | {"usage": usage.as_json()}
+
+
+async def _events(
+    generation: Generation, formatter: Formatter, usage: Usage
+) -> AsyncGenerator[str, None]:
+    blank: Json = {"usage": None} if formatter.include_usage else {}
+    try:
+        async for i, update in generation:
+            usage.count(i, update)
+            for chunk in formatter.chunks(i, update):
+                yield _event(chunk | blank)
+        if formatter.include_usage:
+            yield _event(formatter.last_chunk() | {"usage": usage.as_json()})
+    except EngineFailedError as error:
+        told = api_error(error)
+        yield _event(error_object(told.message, told.status, told.param, told.code))
+    finally:
+        generation.close()
+    yield "data: [DONE]\n\n"
+
+
+def _event(content: Json) -> str:
+    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

@@ -1,0 +1,61 @@
+"""The FastAPI application: routes, errors, limits, and the engine's lifetime."""
+
+import asyncio
+from collections.abc import AsyncIterator
+from contextlib import asynccontextmanager
+
+from fastapi import FastAPI
+
+from vexpert import __version__
+from vexpert.server.errors import install_error_handlers
+from vexpert.server.interface import EngineProtocol
+from vexpert.server.middleware import (
+    ApiKeyMiddleware,
+    BodyLimitMiddleware,
+    UnexpectedErrorMiddleware,
+)
+from vexpert.server.options import ServerOptions
+from vexpert.server.routes import adapters, chat, completions, health, models
+from vexpert.server.service import Service
+from vexpert.server.status_line import log_status
+
+
+def create_app(engine: EngineProtocol, options: ServerOptions | None = None) -> FastAPI:
+    """An app that serves `engine`; its engine thread lives from startup to shutdown.
+
+    `app.state.service` is the Service behind the routes. Raises ConfigError.
+    """
+    options = options or ServerOptions()
+    service = Service(engine, options)
+
+    @asynccontextmanager
+    async def lifespan(app: FastAPI) -> AsyncIterator[None]:
+        async with running(service):
+            yield
+
+    app = FastAPI(title="vexpert", version=__version__, lifespan=lifespan)
+    app.state.service = service
+    install_error_handlers(app)
+    for module in (chat, completions, models, adapters, health):
+        app.include_router(module.router)
+    app.add_middleware(UnexpectedErrorMiddleware)
+    app.add_middleware(BodyLimitMiddleware, limit=options.max_body_bytes)
+    if options.api_keys:
+        app.add_middleware(ApiKeyMiddleware, keys=options.api_keys)
+    return app
+
+
+@asynccontextmanager
+async def running(service: Service) -> AsyncIterator[None]:
+    """The engine thread and the status line, from here to the end of the block."""
+    service.engine.start()
+    interval = service.options.status_interval
+    status = asyncio.ensure_future(log_status(service.engine, interval)) if interval else None
+    try:
+        yield
+    finally:
+        if status is not None:
+            status.cancel()
+            await asyncio.gather(status, return_exceptions=True)
+        await service.engine.stop()
+        service.prompts.close()

@@ -1,0 +1,82 @@
+"""Every refusal as an OpenAI error object, and the handlers that make it so."""
+
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.exceptions import RequestValidationError
+from fastapi.responses import JSONResponse
+from starlette.exceptions import HTTPException
+
+from vexpert.errors import AdapterNotFoundError, RequestError, VexpertError
+from vexpert.log import get_logger
+from vexpert.server.progress import EngineFailedError
+from vexpert.server.validation import explain
+
+logger = get_logger(__name__)
+
+
+class ApiError(Exception):
+    """An answer with an error status: message, HTTP status, and the OpenAI `param` and `code`."""
+
+    def __init__(
+        self, message: str, status: int = 400, param: str | None = None, code: str | None = None
+    ) -> None:
+        super().__init__(message)
+        self.message, self.status, self.param, self.code = message, status, param, code
+
+    def as_http(self) -> HTTPException:
+        """The same as starlette's exception, which passes through FastAPI's body reader."""
+        return HTTPException(self.status, self.message)
+
+
+def error_object(
+    message: str, status: int, param: str | None = None, code: str | None = None
+) -> dict[str, Any]:
+    """The OpenAI error object. A user's text in it may hold lone surrogates: they become "?"."""
+    kind = "invalid_request_error" if status < 500 else "server_error"
+    clean = message.encode("utf-8", "replace").decode()
+    param = param and param.encode("utf-8", "replace").decode()
+    return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
+
+
+def api_error(error: Exception) -> ApiError:
+    """How an exception is told to a client."""
+    match error:
+        case ApiError():
+            return error
+        case RequestError():
+            return ApiError(str(error), 400, error.param)
+        case AdapterNotFoundError():
+            return ApiError(str(error), 404, code="adapter_not_found")
+        case VexpertError():
+            return ApiError(str(error), 400)
+        case EngineFailedError():
+            return ApiError(str(error), 500, code="engine_failed")
+        case HTTPException():
+            return ApiError(str(error.detail), error.status_code)
+    return ApiError(f"internal error: {type(error).__name__}", 500)
+
+
+def error_response(error: Exception) -> JSONResponse:
+    """The response for an exception."""
+    told = api_error(error)
+    body = error_object(told.message, told.status, told.param, told.code)
+    headers = {"WWW-Authenticate": "Bearer"} if told.status == 401 else None
+    return JSONResponse(body, told.status, headers)
+
+
+async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    return error_response(error)
+
+
+async def _refuse_invalid(request: Request, error: Exception) -> JSONResponse:
+    assert isinstance(error, RequestValidationError)
+    message, param = explain(error.errors())
+    return error_response(ApiError(message, 400, param))
+
+
+def install_error_handlers(app: FastAPI) -> None:
+    """Answer every expected error of `app` with an OpenAI error object."""
+    for kind in (ApiError, VexpertError, EngineFailedError, HTTPException):
+        app.add_exception_handler(kind, _refuse)
+    app.add_exception_handler(RequestValidationError, _refuse_invalid)

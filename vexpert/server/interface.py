@@ -1,0 +1,74 @@
+"""What the server needs of an engine and its tokenizer: the calls, not the classes."""
+
+from typing import TYPE_CHECKING, Any, Protocol
+
+if TYPE_CHECKING:
+    from vexpert.config import EngineConfig
+    from vexpert.engine.outputs import EngineStats, RequestOutput
+    from vexpert.engine.sampling_params import SamplingParams
+    from vexpert.lora.types import AdapterInfo
+    from vexpert.models.types import ModelInfo
+
+
+class Tokenizer(Protocol):
+    """The part of a transformers tokenizer that the server uses."""
+
+    def apply_chat_template(self, conversation: Any, **options: Any) -> Any:
+        """Text of a conversation, with `tokenize=False`."""
+
+    def encode(self, text: Any, *, add_special_tokens: bool = True) -> Any:
+        """Token ids of `text`."""
+
+    def decode(self, token_ids: Any) -> Any:
+        """Text of `token_ids`."""
+
+
+class EngineProtocol(Protocol):
+    """An engine. Only `load_adapter`, `unload_adapter` and `adapters` may run beside `step`."""
+
+    config: "EngineConfig"
+    max_model_len: int  # tokens of prompt and output together
+
+    @property
+    def tokenizer(self) -> Any:
+        """The model's tokenizer, see `Tokenizer`."""
+
+    @property
+    def model_info(self) -> "ModelInfo":
+        """Facts of the loaded model."""
+
+    def add_request(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: "SamplingParams",
+        adapter: str | None = None,
+    ) -> None:
+        """Queue a request. Raises RequestError or AdapterNotFoundError."""
+
+    def abort(self, request_id: str) -> bool:
+        """Drop a request and free what it holds; False if it is unknown or finished."""
+
+    def step(self) -> "list[RequestOutput]":
+        """Run one step; the outputs of requests that gained tokens, cumulative.
+
+        Waits a moment itself when nothing can run.
+        """
+
+    def has_unfinished(self) -> bool:
+        """Whether any request waits or runs."""
+
+    def load_adapter(
+        self, name: str, path: str, *, lora_B_layout: str | None = None, load_inplace: bool = False
+    ) -> "AdapterInfo":
+        """Load an adapter. Raises AdapterError."""
+
+    def unload_adapter(self, name: str) -> None:
+        """Unload an adapter. Raises AdapterNotFoundError."""
+
+    def adapters(self) -> "list[AdapterInfo]":
+        """All known adapters."""
+
+    def stats(self) -> "EngineStats":
+        """One look at the engine."""

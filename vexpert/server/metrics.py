@@ -1,0 +1,120 @@
+"""The metrics page, in Prometheus' text format, under the names users of vLLM watch."""
+
+import time
+from collections.abc import Iterator
+from typing import Any
+
+from prometheus_client import CollectorRegistry, generate_latest
+from prometheus_client.core import (
+    CounterMetricFamily,
+    GaugeMetricFamily,
+    HistogramMetricFamily,
+)
+
+from vexpert.engine.outputs import EngineStats
+from vexpert.server.recorder import Histogram, Recorder
+
+
+class Metrics:
+    """A Prometheus collector: numbers are read when the page is asked for, not kept twice."""
+
+    def __init__(self, model_name: str, recorder: Recorder) -> None:
+        self._model_name = model_name
+        self._recorder = recorder
+        self._stats: EngineStats | None = None
+        self._registry = CollectorRegistry(auto_describe=False)
+        self._registry.register(self)
+
+    def page(self, stats: EngineStats) -> bytes:
+        """The page for `stats` and the recorder's present counts."""
+        self._stats = stats
+        return bytes(generate_latest(self._registry))
+
+    def describe(self) -> list[Any]:
+        """No names in advance: `collect` needs an engine's statistics."""
+        return []
+
+    def collect(self) -> Iterator[Any]:
+        """Every metric family, for prometheus_client."""
+        assert self._stats is not None, "collected before `page`"
+        yield from self._engine(self._stats)
+        yield self._adapters(self._stats)
+        yield from self._requests()
+        yield from self._per_adapter()
+
+    def _engine(self, stats: EngineStats) -> Iterator[Any]:
+        used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
+        yield self._gauge(
+            "num_requests_running", "Requests in the running batch", stats.num_running
+        )
+        yield self._gauge("num_requests_waiting", "Requests that wait", stats.num_waiting)
+        yield self._gauge("kv_cache_usage_perc", "Share of KV blocks in use, 0 to 1", used)
+        for name, help, value in (
+            ("prompt_tokens", "Prompt tokens processed", stats.prompt_tokens),
+            ("generation_tokens", "Tokens generated", stats.generation_tokens),
+            ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_query_tokens),
+            ("prefix_cache_hits", "Prompt tokens found", stats.prefix_hit_tokens),
+            ("num_preemptions", "Requests preempted", stats.preemptions),
+            ("engine_steps", "Steps run", stats.steps),
+        ):
+            family = CounterMetricFamily(f"vllm:{name}", help, labels=["model_name"])
+            family.add_metric([self._model_name], value)
+            yield family
+
+    def _gauge(self, name: str, help: str, value: float) -> Any:
+        family = GaugeMetricFamily(f"vllm:{name}", help, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
+
+    def _adapters(self, stats: EngineStats) -> Any:
+        labels = ["running_lora_adapters", "waiting_lora_adapters", "max_lora"]
+        family = GaugeMetricFamily(
+            "vllm:lora_requests_info", "Adapters of running and waiting requests", labels=labels
+        )
+        running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+        family.add_metric([running, waiting, str(stats.max_loras)], time.time())
+        return family
+
+    def _requests(self) -> Iterator[Any]:
+        by_reason: dict[str, int] = {"stop": 0, "length": 0, "abort": 0}
+        for (_, reason), count in list(self._recorder.requests.items()):
+            by_reason[reason] = by_reason.get(reason, 0) + count
+        family = CounterMetricFamily(
+            "vllm:request_success",
+            "Completions ended, by reason",
+            labels=["model_name", "finished_reason"],
+        )
+        for reason, count in by_reason.items():
+            family.add_metric([self._model_name, reason], count)
+        yield family
+        for name, help, histogram in (
+            ("time_to_first_token_seconds", "Arrival to first token", self._recorder.first_token),
+            ("inter_token_latency_seconds", "Token to token", self._recorder.between_tokens),
+            ("e2e_request_latency_seconds", "Arrival to end", self._recorder.whole_request),
+        ):
+            yield self._histogram(name, help, histogram)
+
+    def _histogram(self, name: str, help: str, histogram: Histogram) -> Any:
+        family = HistogramMetricFamily(f"vllm:{name}", help, labels=["model_name"])
+        family.add_metric([self._model_name], histogram.cumulative(), histogram.total)
+        return family
+
+    def _per_adapter(self) -> Iterator[Any]:
+        requests = CounterMetricFamily(
+            "vexpert:adapter_requests",
+            "Completions ended, by adapter; an empty name is the base model",
+            labels=["adapter", "finished_reason"],
+        )
+        for (adapter, reason), count in list(self._recorder.requests.items()):
+            requests.add_metric([adapter, reason], count)
+        yield requests
+        for name, help, counts in (
+            ("prompt_tokens", "Prompt tokens accepted", self._recorder.prompt_tokens),
+            ("generation_tokens", "Tokens generated", self._recorder.generation_tokens),
+        ):
+            family = CounterMetricFamily(
+                f"vexpert:adapter_{name}", f"{help}, by adapter", labels=["adapter"]
+            )
+            for adapter, count in list(counts.items()):
+                family.add_metric([adapter], count)
+            yield family

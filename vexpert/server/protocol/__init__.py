@@ -1,0 +1,1 @@
+"""Request bodies: what is accepted, and what each field becomes."""

@@ -1,0 +1,65 @@
+"""Body of POST /v1/completions."""
+
+from typing import Annotated, Any
+
+from pydantic import BeforeValidator, Field
+
+from vexpert.errors import RequestError
+from vexpert.server.protocol.fields import Count, Int64, Positive, only, refusal
+from vexpert.server.protocol.sampling import SamplingFields
+
+DEFAULT_MAX_TOKENS = 16  # OpenAI's
+MAX_PROMPTS = 1024
+PROMPT_FORMS = "use a string, a list of strings, a list of token ids, or a list of such lists"
+
+
+def check_prompt(value: Any) -> Any:
+    """One message for the four forms, instead of four findings of pydantic."""
+    items = [value] if isinstance(value, str) else value
+    if not isinstance(items, list) or not items:
+        raise refusal(PROMPT_FORMS)
+    if not (_all(items, str) or _all(items, int) or _all_token_lists(items)):
+        raise refusal(PROMPT_FORMS)
+    if not isinstance(items[0], int) and len(items) > MAX_PROMPTS:
+        raise refusal(f"{len(items)} prompts in one request; send at most {MAX_PROMPTS}")
+    return value
+
+
+def _all(items: list[Any], kind: type) -> bool:
+    return all(type(item) is kind for item in items)
+
+
+def _all_token_lists(items: list[Any]) -> bool:
+    return all(isinstance(item, list) and item and _all(item, int) for item in items)
+
+
+class CompletionRequest(SamplingFields):
+    """A text completion request: OpenAI's fields and vLLM's."""
+
+    prompt: Annotated[
+        str | list[str] | list[Int64] | list[list[Int64]], BeforeValidator(check_prompt)
+    ]
+    best_of: Positive | None = None
+    echo: bool | None = None
+    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    max_tokens: Count | None = None
+    suffix: Annotated[Any, only("insertion is not served; leave the field out", "")] = None
+
+    def check(self) -> None:
+        """Raise RequestError for fields that contradict each other."""
+        self.check_stream_fields()
+        if self.best_of is not None and self.best_of != (self.n or 1):
+            message = f"best_of={self.best_of}: must equal n={self.n or 1}; all n are returned"
+            raise RequestError(message, "best_of")
+        if self.max_tokens == 0 and not self.echo:
+            raise RequestError("max_tokens=0: must be at least 1, or set echo", "max_tokens")
+        if self.echo and self.stream and self.logprobs is not None:
+            raise RequestError("echo with logprobs: only without stream", "echo")
+
+    @property
+    def prompts(self) -> list[str] | list[list[int]]:
+        """Each prompt, text or token ids."""
+        prompt: Any = self.prompt
+        if isinstance(prompt, str) or isinstance(prompt[0], int):
+            return [prompt]
+        return list(prompt)

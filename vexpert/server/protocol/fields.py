@@ -1,0 +1,43 @@
+"""Building blocks of request bodies: strict models, bounded integers, fields that only idle."""
+
+from typing import Annotated, Any
+
+from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic_core import PydanticCustomError
+
+Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
+Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
+
+
+class StrictModel(BaseModel):
+    """A body or a part of one: an unknown field is an error, and so is a value of another type."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+
+
+def refusal(reason: str) -> PydanticCustomError:
+    """A validation error in the server's own words."""
+    return PydanticCustomError("refused", "{reason}", {"reason": reason})
+
+
+def only(reason: str, *neutral: object) -> AfterValidator:
+    """Accept null and the values in `neutral`, which change nothing; refuse others for `reason`."""
+
+    def check(value: Any) -> Any:
+        if value is None or any(type(value) is type(v) and value == v for v in neutral):
+            return value
+        raise refusal(reason)
+
+    return AfterValidator(check)
+
+
+def known_fields() -> set[str]:
+    """Names of all fields of all bodies, for hints."""
+    names: set[str] = set()
+    pending: list[type[BaseModel]] = [StrictModel]
+    while pending:
+        model = pending.pop()
+        names |= set(model.model_fields)
+        pending += model.__subclasses__()
+    return names

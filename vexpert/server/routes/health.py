@@ -1,0 +1,45 @@
+"""GET /health, /ping, /version and /metrics."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from prometheus_client import CONTENT_TYPE_LATEST
+from starlette.requests import Request
+from starlette.responses import Response
+
+from vexpert import __version__
+from vexpert.server.errors import error_response
+from vexpert.server.service import service_of
+
+router = APIRouter()
+
+
+@router.get("/health")
+async def health(request: Request) -> Response:
+    """200 while the engine runs, 503 after it failed."""
+    failure = service_of(request).engine.failure
+    if failure is None:
+        return Response(status_code=200)
+    response = error_response(failure)
+    response.status_code = 503
+    return response
+
+
+@router.api_route("/ping", methods=["GET", "POST"])
+async def ping(request: Request) -> Response:
+    """The same, under the name that SageMaker asks for."""
+    return await health(request)
+
+
+@router.get("/version")
+async def version() -> dict[str, Any]:
+    """The version of vexpert."""
+    return {"version": __version__}
+
+
+@router.get("/metrics")
+async def metrics(request: Request) -> Response:
+    """Numbers for Prometheus."""
+    service = service_of(request)
+    page = service.metrics.page(await service.engine.stats())
+    return Response(page, media_type=CONTENT_TYPE_LATEST)

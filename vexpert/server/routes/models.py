@@ -1,0 +1,41 @@
+"""GET /v1/models: the base model under its names, and the adapters."""
+
+from typing import Any
+
+from fastapi import APIRouter
+from starlette.requests import Request
+
+from vexpert.server.service import Service, service_of
+
+router = APIRouter()
+
+
+def _entries(service: Service) -> list[dict[str, Any]]:
+    common = {"object": "model", "created": service.created, "owned_by": "vexpert"}
+    limits = {"max_model_len": service.max_model_len, "vocab_size": service.info.vocab_size}
+    root = service.engine.engine.config.model or service.info.name
+    bases = [
+        {"id": name, **common, "root": root, "parent": None, **limits}
+        for name in service.base_names
+    ]
+    adapters = [
+        {"id": info.name, **common, "root": info.path, "parent": service.base_names[0], **limits}
+        for info in service.engine.adapters()
+    ]
+    return bases + adapters
+
+
+@router.get("/v1/models")
+async def list_models(request: Request) -> dict[str, Any]:
+    """Every name that a request's `model` field may hold."""
+    return {"object": "list", "data": _entries(service_of(request))}
+
+
+@router.get("/v1/models/{model:path}")
+async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
+    """One of them; 404 if nobody has this name."""
+    service = service_of(request)
+    for entry in _entries(service):
+        if entry["id"] == model:
+            return entry
+    raise service.unknown_model(model)

@@ -1,0 +1,105 @@
+"""Running the app on a socket: bind early, say when it answers, end cleanly on a signal."""
+
+import asyncio
+import contextlib
+import signal
+import socket
+from collections.abc import Callable, Iterator
+
+import uvicorn
+from fastapi import FastAPI
+
+from vexpert.server.service import Service
+
+SHUTDOWN_SECONDS = 5  # running requests may finish this long after a signal
+SIGNALS = (signal.SIGINT, signal.SIGTERM)
+
+
+def bind(host: str, port: int) -> socket.socket:
+    """A bound socket that does not listen yet. Port 0: a free one. Raises OSError."""
+    family, kind, protocol, _, address = socket.getaddrinfo(
+        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
+    )[0]
+    bound = socket.socket(family, kind, protocol)
+    try:
+        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+        bound.bind(address)
+    except OSError:
+        bound.close()
+        raise
+    return bound
+
+
+def url_of(bound: socket.socket, host: str) -> str:
+    """The URL under which `host`, as the user wrote it, answers on this socket."""
+    shown = f"[{host}]" if ":" in host else host
+    return f"http://{shown}:{bound.getsockname()[1]}"
+
+
+class Server(uvicorn.Server):
+    """uvicorn's server, which calls `on_ready` once it answers, and which a signal ends with 0."""
+
+    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+        super().__init__(config)
+        self._on_ready = on_ready
+        self._announcing: asyncio.Task[None] | None = None
+
+    async def startup(self, sockets: list[socket.socket] | None = None) -> None:
+        """Listen, then ask the server's own health page in a task beside it."""
+        await super().startup(sockets)
+        if self.started and sockets:
+            self._announcing = asyncio.ensure_future(self._announce(sockets[0]))
+
+    async def _announce(self, bound: socket.socket) -> None:
+        while not await _answers(bound):
+            await asyncio.sleep(0.05)
+        self._on_ready()
+
+    @contextlib.contextmanager
+    def capture_signals(self) -> Iterator[None]:
+        """End on a signal without raising it again afterwards, as uvicorn would."""
+        before = {number: signal.signal(number, self.handle_exit) for number in SIGNALS}
+        try:
+            yield
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
+
+
+async def _answers(bound: socket.socket) -> bool:
+    host, port = bound.getsockname()[:2]
+    local = {"0.0.0.0": "127.0.0.1", "::": "::1"}.get(host, host)
+    try:
+        reader, writer = await asyncio.open_connection(local, port)
+        writer.write(b"GET /health HTTP/1.1\r\nHost: localhost\r\nConnection: close\r\n\r\n")
+        status = await reader.readline()
+        writer.close()
+    except OSError:
+        return False
+    return b" 200 " in status
+
+
+def run(
+    app: FastAPI, bound: socket.socket, on_ready: Callable[[], None], *, access_log: bool = True
+) -> int:
+    """Serve until a signal or until the engine fails; the exit code. Logging is left alone."""
+    service = app.state.service
+    assert isinstance(service, Service)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        access_log=access_log,
+        lifespan="on",
+        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+    )
+    server = Server(config, on_ready)
+    failed = False
+
+    def end() -> None:
+        nonlocal failed
+        failed = True
+        server.should_exit = True
+
+    service.engine.on_failure = end
+    server.run(sockets=[bound])
+    return 1 if failed else 0

@@ -1,0 +1,45 @@
+"""Pydantic's findings in one sentence that names the field."""
+
+from collections.abc import Sequence
+from difflib import get_close_matches
+from typing import Any
+
+from vexpert.server.protocol.fields import known_fields
+
+NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
+
+
+def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
+    """(message, field at fault or None) of one of pydantic's errors.
+
+    Of a union's branches, the deepest finding is of the branch that the caller meant.
+    """
+    error = max(errors, key=lambda each: len(each["loc"]))
+    path = [part for part in error["loc"][1:] if not _is_branch(part)]
+    if error["type"] == "json_invalid":
+        cause = error["ctx"]["error"]
+        return f"the body is not valid JSON: {cause} at character {error['loc'][-1]}", None
+    if not path:
+        return NOT_AN_OBJECT, None
+    name = _dotted(path)
+    if error["type"] == "extra_forbidden":
+        return f"unknown field {name!r}{_hint(str(path[-1]))}", name
+    if error["type"] == "missing":
+        return f"field {name!r} is missing", name
+    message = str(error["msg"])
+    return f"{name}: {message[:1].lower()}{message[1:]}", name
+
+
+def _is_branch(part: object) -> bool:
+    """Whether a piece of a location names a branch of a union, not a field."""
+    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+
+
+def _dotted(path: list[str | int]) -> str:
+    name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
+    return name.removeprefix(".")
+
+
+def _hint(name: str) -> str:
+    near = get_close_matches(name, known_fields(), 1)
+    return f"; did you mean {near[0]!r}?" if near else "; leave it out"
