@@ -1,7 +1,7 @@
 """Tiny random models of many architectures, and a driver that plays random schedules on them."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -69,7 +69,14 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "head_dim": None,
     },
-    "axk1": {"num_key_value_heads": 4},
+    "axk1": {"num_key_value_heads": 4, "head_dim": None},
+    "sarvam_mla": {"num_key_value_heads": 4, "head_dim": None},
+    "youtu": {"num_key_value_heads": 4, "head_dim": None},
+    "deepseek_v32": {"num_key_value_heads": 4, "head_dim": None},
+    "glm_moe_dsa": {"num_key_value_heads": 4, "head_dim": None},
+    "hy_v4": {"num_key_value_heads": 4, "head_dim": None},
+    "minicpm3": {"num_key_value_heads": 4, "head_dim": None},
+    "jamba": {"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
     "beam": {
         "layer_types": ["sliding_attention", "full_attention"],
         "mlp_layer_types": ["dense", "sparse"],
@@ -150,8 +157,9 @@ def reference_logits(model: Any, sequences: list[list[int]]) -> list[torch.Tenso
 
 def served(model: Any, **options: Any) -> ServedModel:
     """`model`, changed in place, behind ServedModel; without LoRA layers unless asked for."""
-    config = EngineConfig(**({"model": "tiny", "device": "cpu", "enable_lora": False} | options))
-    return serve(model, model.config, config, torch.float32, torch.device("cpu"))
+    facts = {"model": "tiny", "device": "cpu", "enable_lora": False} | options
+    config = EngineConfig(**facts)
+    return serve(model, model.config, config, model.dtype, torch.device("cpu"))
 
 
 def random_sequences(count: int, longest: int, seed: int, vocab: int = VOCAB) -> list[list[int]]:
@@ -194,6 +202,11 @@ class Driver:
         for own in blocks:
             self.free.extend(own)
         return [torch.cat(parts) for parts in rows]
+
+    def whole_step(self, ids: list[int], logit_rows: list[int]) -> StepInput:
+        """One sequence as one chunk, in blocks of its own that stay taken."""
+        step = self._step([(0, len(ids))], [0], [ids], [[]], None)
+        return replace(step, logit_rows=torch.tensor(logit_rows))
 
     def _choose(self, done: list[int], sequences: list[list[int]]) -> list[tuple[int, int]]:
         """A random non-empty set of unfinished sequences, each with a decode or a chunk."""

@@ -127,6 +127,12 @@ def is_causal_lm(model_config: Any) -> bool:
     return type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING
 
 
+def takes_text_config(model_config: Any) -> bool:
+    """Whether that causal language model is made of the config's text part alone."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    return isinstance(model_config.get_text_config(), model_class.config_class)
+
+
 def eos_token_ids(config: EngineConfig, model_config: Any) -> tuple[int, ...]:
     """End-of-text ids of generation_config.json, else of config.json; empty if neither has one."""
     found = model_config.get_text_config().eos_token_id
