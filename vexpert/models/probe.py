@@ -47,7 +47,12 @@ class Probe:
     _expanding: list[str] = field(default_factory=list)
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._updated = (key, value, layer_idx)
         self._expanding = []
@@ -63,7 +68,12 @@ class Probe:
         return query_length, 0
 
     def attend(
-        self, module: nn.Module, key: torch.Tensor, value: torch.Tensor, mask: object, window: object
+        self,
+        module: nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: object,
+        window: object,
     ) -> None:
         """Note a call of attention, or raise ModelError where its inputs are not understood."""
         path = self.paths[module]

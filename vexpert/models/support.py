@@ -5,17 +5,22 @@ from typing import Any
 from vexpert.errors import ModelError
 from vexpert.models.checkpoint import is_causal_lm, takes_text_config
 
-EXACT_MOE = frozenset(
+
+def _names(text: str) -> frozenset[str]:
+    return frozenset(text.split())
+
+
+EXACT_MOE = _names(
     "afmoe aria_text axk1 beam cohere2_moe deepseek_v2 deepseek_v3 dots1 ernie4_5_moe exaone_moe "
     "flex_olmo flint gemma4_text glm4_moe glm4_moe_lite gpt_oss granitemoe granitemoe_swa "
     "granitemoeshared hunyuan_v1_moe hy_v3 kolibri1 laguna llama4_text mellum mimo_v2_flash "
-    "minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe sarvam_mla sarvam_moe solar_open".split()
+    "minimax_m2 mixtral olmoe phimoe qwen2_moe qwen3_moe sarvam_mla sarvam_moe solar_open"
 )
-EXACT_DENSE = frozenset(
+EXACT_DENSE = _names(
     "apertus arcee bitnet cohere cohere2 cwm ernie4_5 exaone4 gemma gemma2 gemma3_text glm glm4 "
     "gpt_neox granite granite_swa hunyuan_v1_dense internlm3 jais2 llama minicpm3 ministral "
     "ministral3 mistral nanochat nemotron olmo olmo2 olmo3 phi3 qwen2 qwen3 seed_oss smollm3 "
-    "stablelm starcoder2 vaultgemma youtu".split()
+    "stablelm starcoder2 vaultgemma youtu"
 )
 # Model types whose logits equal transformers' eager attention and experts, chunked prefill mixed
 # with decode: measured by the tests, which also make docs/models.md.
@@ -26,14 +31,16 @@ _INDEXER = "its sparse attention picks keys with an indexer that keeps a cache o
 _OWN_EXPERTS = "its experts do not run through transformers' ExpertsInterface"
 REFUSED: dict[str, str] = {
     **dict.fromkeys(
-        "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_loop_text inkling2_text "
-        "inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 minimax nemotron_h "
-        "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text zamba zamba2 "
-        "zaya".split(),
+        _names(
+            "bailing_hybrid bamba falcon_h1 granitemoehybrid inkling2_loop_text inkling2_text "
+            "inkling_text jamba kimi_linear lara_mini lfm2 lfm2_moe lfm3 minimax nemotron_h "
+            "olmo_hybrid qwen3_5_moe_text qwen3_5_text qwen3_next qwen4_exp_text zamba zamba2 "
+            "zaya"
+        ),
         _STATE,
     ),
     **dict.fromkeys(
-        "axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text".split(), _INDEXER
+        _names("axk2 deepseek_v32 dots3_note_text glm_moe_dsa hy_v4 minimax_m3_vl_text"), _INDEXER
     ),
     **dict.fromkeys(("dbrx", "longcat_flash"), _OWN_EXPERTS),
     "deepseek_v4": "its attention reads keys that several tokens were compressed into",
