@@ -54,13 +54,13 @@ def base_config(tokenizer: PreTrainedTokenizerFast) -> Qwen3MoeConfig:
 RECIPES: dict[str, Recipe] = {
     "base": Recipe(steps=1500, words=192, learning_rate=3e-3),
     "upper": Recipe(
-        steps=600,
+        steps=400,
         words=192,
         learning_rate=5e-3,
         lora={"r": 4, "lora_alpha": 8, "target_modules": [], "target_parameters": EXPERTS},
     ),
     "reverse": Recipe(
-        steps=1200,
+        steps=600,
         words=192,
         learning_rate=3e-3,
         lora={"r": 16, "lora_alpha": 16, "target_modules": ATTENTION, "target_parameters": EXPERTS},
@@ -79,7 +79,7 @@ RECIPES: dict[str, Recipe] = {
         },
     ),
     "shift": Recipe(
-        steps=800,
+        steps=400,
         words=192,
         learning_rate=4e-3,
         lora={
