@@ -188,9 +188,8 @@ def check_operands(
     arena = table.arena
     fits = (
         x.dtype == y.dtype == arena.dtype
-        and x.device == y.device == arena.device
-        and x.dim() == y.dim() == 2
-        and x.shape[1] == site.in_features
+        and x.is_cuda == y.is_cuda == arena.is_cuda
+        and x.shape[1:] == (site.in_features,)
         and y.shape == (num_rows, site.out_features)
     )
     if not fits:
