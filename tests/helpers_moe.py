@@ -1,5 +1,6 @@
 """A MoE layer of random experts with LoRA, and the naive loop that says what it must give."""
 
+import itertools
 from dataclasses import dataclass, replace
 
 import torch
@@ -150,9 +151,10 @@ def naive(layer: Layer, with_lora: bool) -> torch.Tensor:
     """[T, H] float64: one pair at a time."""
     weights, flags = layer.weights, layer.flags
     out = torch.zeros(layer.hidden.shape, dtype=torch.float64)
-    ids, scales, slots = (t.tolist() for t in (layer.topk_ids, layer.topk_weights, layer.slots))
+    ids, scales = layer.topk_ids.tolist(), layer.topk_weights.tolist()
+    slots = layer.slots.tolist()
     activate = activation(flags)
-    for t, k in ((t, k) for t in range(len(ids)) for k in range(len(ids[t]))):
+    for t, k in itertools.product(range(len(ids)), range(layer.topk_ids.shape[1])):
         expert, slot = ids[t][k], slots[t] if with_lora else -1
         if not 0 <= expert < weights.num_experts:
             continue

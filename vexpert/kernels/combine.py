@@ -36,12 +36,12 @@ def _combine_kernel(
     for k in range(TOP_K):
         pair = token * TOP_K + k
         expert = tl.load(experts + pair)
-        local = (expert >= 0) & (expert < num_experts)
-        value = tl.load(y + pair * width + column, mask=inside & local, other=0.0).to(tl.float32)
-        if HAS_WEIGHTS:
-            # An infinite or NaN weight of a sentinel must not reach the sum either.
-            value *= tl.load(weights + pair, mask=local, other=0.0).to(tl.float32)
-        total += value
+        # A branch, not a product with 0: a sentinel's row or weight may be infinite or NaN.
+        if (expert >= 0) & (expert < num_experts):
+            value = tl.load(y + pair * width + column, mask=inside, other=0.0).to(tl.float32)
+            if HAS_WEIGHTS:
+                value *= tl.load(weights + pair).to(tl.float32)
+            total += value
     tl.store(out + token * width + column, total.to(out.dtype.element_ty), mask=inside)
 
 
