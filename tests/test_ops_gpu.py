@@ -98,7 +98,9 @@ def test_a_graph_follows_new_slots_and_experts() -> None:
     ],
     ids=["plain", "gpt-oss", "no-gate", "llama4"],
 )
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 4), (1, 2, 8), (64, 2, 20)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(0, 2, 4), (1, 2, 8), (32, 1, 8), (64, 2, 20)]
+)
 def test_runner(tokens: int, top_k: int, experts: int, flags: Flags, dtype: torch.dtype) -> None:
     layer = make_layer(tokens, top_k, experts, 8, flags, dtype, "cuda", sentinel_share=0.2)
     backend = select_backend("triton", "cuda", dtype)
