@@ -28,6 +28,7 @@ def test_auto_takes_the_devices_own_and_says_so_once(
     [
         ("torch", "cuda", torch.float32, "cannot run torch.float32 on cuda: it runs on cpu"),
         ("torch", "cpu", torch.float64, "cannot run torch.float64 on cpu: it computes in"),
+        ("triton", "cpu", torch.bfloat16, "cannot run torch.bfloat16 on cpu: it computes in"),
         ("auto", "meta", torch.float32, "cannot run torch.float32 on meta"),
         ("cutlass", "cpu", torch.float32, "'cutlass' is unknown"),
     ],

@@ -4,6 +4,7 @@
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import pytest
 import torch
@@ -64,7 +65,7 @@ def test_other_rows_are_untouched(name: str, dtype: torch.dtype) -> None:
 def test_graph_replay_equals_eager(name: str, path: str, dtype: torch.dtype) -> None:
     case = make_case(name, dtype, "cuda")
     eager, y = zeros_for(case), zeros_for(case)
-    run(path, case, eager)
+    run(path, case, eager)  # also learns active_slots, which the capture may not ask the device for
     replay(lambda: run(path, case, y), lambda: y.zero_())
     assert torch.equal(bits(y), bits(eager))
 
@@ -98,7 +99,9 @@ def test_a_graph_follows_new_slots_and_experts() -> None:
     ],
     ids=["plain", "gpt-oss", "no-gate", "llama4"],
 )
-@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(0, 2, 4), (1, 2, 8), (64, 2, 20)])
+@pytest.mark.parametrize(
+    ("tokens", "top_k", "experts"), [(0, 2, 4), (1, 2, 8), (32, 1, 8), (64, 2, 20)]
+)
 def test_runner(tokens: int, top_k: int, experts: int, flags: Flags, dtype: torch.dtype) -> None:
     layer = make_layer(tokens, top_k, experts, 8, flags, dtype, "cuda", sentinel_share=0.2)
     backend = select_backend("triton", "cuda", dtype)
@@ -119,13 +122,11 @@ def test_arena_beyond_two_to_the_31_elements() -> None:
     """Offsets are 64-bit: factors that lie after element 2^31."""
     case = make_case("mixed", torch.bfloat16, "cuda")
     shift = 2**31 + 64
-    if torch.cuda.mem_get_info()[0] < 3 * shift:
-        pytest.skip("needs 6 GiB of free device memory")
     arena = torch.zeros(shift + case.table.arena.numel(), dtype=torch.bfloat16, device="cuda")
     arena[shift:] = case.table.arena
-    y = zeros_for(case)
     case.table.a_offset.add_(shift)
     case.table.b_offset.add_(shift)
-    object.__setattr__(case.table, "arena", arena)
+    case = replace(case, table=replace(case.table, arena=arena))
+    y = zeros_for(case)
     run("triton", case, y)
     assert_delta(y, make_case("mixed", torch.bfloat16))

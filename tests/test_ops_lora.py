@@ -1,7 +1,7 @@
 """The LoRA operations on the CPU: both backends and the classic path against the slow reference.
 
-Triton runs in its interpreter, which has no bfloat16 arithmetic of its own: that dtype is checked
-on a GPU (test_ops_gpu.py).
+Triton runs in its interpreter, which cannot multiply bfloat16: that dtype is checked on a GPU
+(test_ops_gpu.py).
 """
 
 from dataclasses import replace
