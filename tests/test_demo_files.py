@@ -6,7 +6,7 @@ import string
 from pathlib import Path
 
 import pytest
-from safetensors import safe_open
+from safetensors.numpy import load_file
 from transformers import AutoConfig, AutoTokenizer, GenerationConfig, PreTrainedTokenizerBase
 
 from vexpert.demo import adapter_paths, model_path
@@ -20,8 +20,7 @@ def read_json(path: Path) -> dict[str, object]:
 
 
 def tensor_shapes(path: Path) -> dict[str, list[int]]:
-    with safe_open(path, "pt") as tensors:
-        return {name: tensors.get_slice(name).get_shape() for name in tensors.keys()}
+    return {name: list(tensor.shape) for name, tensor in load_file(path).items()}
 
 
 def adapter_shapes(name: str) -> dict[str, list[int]]:
@@ -57,7 +56,8 @@ def test_special_tokens_agree(tokenizer: PreTrainedTokenizerBase) -> None:
     assert config.vocab_size == len(tokenizer)
     for name in ("pad_token_id", "bos_token_id", "eos_token_id"):
         values = {getattr(config, name), getattr(generation, name), getattr(tokenizer, name)}
-        assert len(values) == 1 and None not in values, name
+        assert len(values) == 1, name
+        assert None not in values, name
     assert tokenizer.pad_token_id != tokenizer.eos_token_id
 
 
@@ -97,7 +97,8 @@ def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     assert prompt == history + "<|assistant|>"
     ids = tokenizer(prompt)["input_ids"]
     assert tokenizer.decode(ids) == prompt
-    assert ids[0] == tokenizer.bos_token_id and ids.count(tokenizer.eos_token_id) == 4
+    assert ids[0] == tokenizer.bos_token_id
+    assert ids.count(tokenizer.eos_token_id) == 4
 
 
 def test_adapters_differ_in_rank_and_targets() -> None:

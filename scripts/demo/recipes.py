@@ -1,6 +1,7 @@
 """What is trained: the base model's shape, and each adapter's ranks and targets."""
 
 from dataclasses import dataclass, field
+from typing import Any
 
 from peft import LoraConfig
 from transformers import PreTrainedTokenizerFast, Qwen3MoeConfig
@@ -19,7 +20,7 @@ class Recipe:
     steps: int
     words: int
     learning_rate: float
-    lora: dict[str, object] = field(default_factory=dict)
+    lora: dict[str, Any] = field(default_factory=dict)
 
     def lora_config(self) -> LoraConfig:
         return LoraConfig(task_type="CAUSAL_LM", lora_dropout=0.0, bias="none", **self.lora)
@@ -72,8 +73,8 @@ RECIPES: dict[str, Recipe] = {
         lora={
             "r": 12,
             "lora_alpha": 24,
-            "rank_pattern": {name: 32 for name in ATTENTION},
-            "alpha_pattern": {name: 64 for name in ATTENTION},
+            "rank_pattern": dict.fromkeys(ATTENTION, 32),
+            "alpha_pattern": dict.fromkeys(ATTENTION, 64),
             "target_modules": ATTENTION,
             "target_parameters": EXPERTS,
         },

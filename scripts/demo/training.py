@@ -6,6 +6,7 @@ import random
 import shutil
 import time
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from peft import PeftModel, get_peft_model
@@ -23,7 +24,7 @@ from demo.tasks import MAX_LETTERS, TASKS, ConversationSampler, Task, held_out_w
 WARMUP_STEPS = 50
 EVALUATE_EVERY = 250
 VALIDATION_SEED = 1
-Model = PreTrainedModel | PeftModel
+Model: TypeAlias = PreTrainedModel | PeftModel
 
 
 def learning_rate_factor(step: int, steps: int) -> float:
@@ -128,7 +129,7 @@ def train_adapter(
     model = get_peft_model(load_base(base), recipe.lora_config())
     train(name, model, tokenizer, recipe, seed)
     shutil.rmtree(folder, ignore_errors=True)
-    model.save_pretrained(folder)
+    model.save_pretrained(str(folder))
     (folder / "README.md").unlink(missing_ok=True)  # PEFT's unfilled model card
     config_file = folder / "adapter_config.json"
     config = json.loads(config_file.read_text())
