@@ -247,6 +247,7 @@ def _check_finite(buffer: torch.Tensor) -> None:
 
 
 def _plan(weights: AdapterWeights, targets: TargetMap, dtype: torch.dtype) -> _Plan:
+    assert not weights.extras, f"nothing applies {sorted(weights.extras)}"
     plan = _Plan(dtype)
     for path, factors in weights.modules.items():
         plan.entries += _place(plan, targets.targets[path], factors)

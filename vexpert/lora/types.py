@@ -1,8 +1,6 @@
 """LoRA's nouns: targets of a model, factors of an adapter, the batch's view."""
 
-from collections.abc import Iterator
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 
 import torch
 
@@ -176,22 +174,3 @@ class LoraState:
         """Begin a step: `view` for the layers, and no routing of the step before."""
         self.view = view if view is not None and view.active_slots else None
         self.cache.clear()
-
-    @contextmanager
-    def override_slots(self, slots: torch.Tensor) -> Iterator[None]:
-        """Within the block, dense layers see rows with these `slots` [R] int64 instead of tokens.
-
-        For a Linear that reads other rows than the step's tokens, as MLA's kv_b_proj reads the
-        context. Pass one tensor object for a whole step: its routing is then built once.
-        """
-        view, cache = self.view, self.cache
-        if view is None:
-            yield
-            return
-        entry = cache.setdefault(("override_slots", id(slots)), (slots, {}))
-        assert isinstance(entry, tuple)  # it keeps `slots` alive, so that its id stays its own
-        self.view, self.cache = replace(view, slots=slots), entry[1]
-        try:
-            yield
-        finally:
-            self.view, self.cache = view, cache
