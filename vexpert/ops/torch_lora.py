@@ -66,7 +66,7 @@ class Delta:
         if rest is routing.pairs and routing.whole:
             plan = self.host.plan(self.site, routing.active_slots)
             if plan is not None:
-                plan.add(self.x, y, rest, self.x_rows)
+                plan.add(self.x, y, routing, self.x_rows)
                 return
         h, starts = self.shrink(rest)
         self.expand(y, rest, h, starts)
