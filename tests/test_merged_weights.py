@@ -83,8 +83,9 @@ def served_log_probs(llm: LLM, prompts: list[list[int]], names: list[str | None]
 
 @pytest.mark.parametrize("model_type", MOE)
 @pytest.mark.parametrize("virtual_experts", [True, False], ids=["virtual", "classic"])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_mixed_batch_equals_merged_models(
-    model_type: str, virtual_experts: bool, tmp_path: Path
+    device: str, model_type: str, virtual_experts: bool, tmp_path: Path
 ) -> None:
     base = tmp_path / "base"
     save_base(model_type, base)
@@ -96,6 +97,7 @@ def test_a_mixed_batch_equals_merged_models(
     llm = LLM(
         model=str(base),
         dtype="float32",
+        device=device,
         max_num_batched_tokens=24,
         block_size=4,
         kv_cache_memory=1 << 20,
