@@ -84,6 +84,7 @@ class HostTable:
 
     def __init__(self, table: SiteTable) -> None:
         self.table = table
+        self.arena = table.arena.numpy() if table.arena.dtype == torch.float32 else None
         self.rank: IntArray = table.rank.numpy()
         self.a_offset: IntArray = table.a_offset.numpy()
         self.a_stride: IntArray = table.a_stride.numpy()
