@@ -126,7 +126,11 @@ def load(folder: Path) -> dict[str, Generate]:
     peft_base = Qwen3MoeForCausalLM.from_pretrained(folder / "base", dtype=torch.float32)
     peft = PeftModel.from_pretrained(peft_base, folder / ADAPTERS[0])
     peft.set_adapter("default")
-    options: dict[str, Any] = {"enable_prefix_caching": False, "max_num_seqs": 32}
+    options: dict[str, Any] = {
+        "device": "cpu",
+        "enable_prefix_caching": False,
+        "max_num_seqs": 32,
+    }
     plain = LLM(model=str(folder / "base"), enable_lora=False, **options)
     lora = LLM(model=str(folder / "base"), max_loras=8, max_lora_rank=8, **options)
     for name in ADAPTERS:

@@ -1,6 +1,7 @@
 """Random adapters in an arena, as the LoRA operations see them, and the check all tests share."""
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -120,8 +121,9 @@ class Case:
     def num_slots(self) -> int:
         return len(self.table.host_rank)
 
-    @property
+    @cached_property
     def active_slots(self) -> tuple[int, ...]:
+        """Known on the host before a step, so also before a graph is captured."""
         return tuple(sorted({slot for slot in self.slots.tolist() if slot >= 0}))
 
     def reference(self) -> torch.Tensor:

@@ -1,7 +1,7 @@
 """Tiny random models of many architectures, and a driver that plays random schedules on them."""
 
 import random
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -12,6 +12,7 @@ from vexpert.lora.types import BatchView
 from vexpert.models.loader import serve
 from vexpert.models.types import ServedModel, StepInput
 
+torch.set_num_threads(1)  # products this small lose more by waiting for threads than they gain
 VOCAB = 61
 # Non-square on purpose: hidden 40, heads 4 of width 12 (KV 2), intermediate 28, experts 6 of 20.
 SHRINK: dict[str, Any] = {
@@ -51,7 +52,8 @@ SHRINK: dict[str, Any] = {
     "rope_theta": 10000.0,
 }
 OVERRIDES: dict[str, dict[str, Any]] = {
-    "mixtral": {"sliding_window": 7},
+    "qwen3_moe": {"head_dim": 12},
+    "mixtral": {"sliding_window": 7, "head_dim": 12},
     "gpt_oss": {"layer_types": ["sliding_attention", "full_attention"]},
     "deepseek_v2": {"num_key_value_heads": 4, "topk_method": "greedy", "head_dim": None},
     "deepseek_v3": {"num_key_value_heads": 4, "head_dim": None},
@@ -69,6 +71,33 @@ OVERRIDES: dict[str, dict[str, Any]] = {
         "embedding_multiplier": 3.0,
         "head_dim": None,
     },
+    "axk1": {"num_key_value_heads": 4, "head_dim": None},
+    "sarvam_mla": {"num_key_value_heads": 4, "head_dim": None},
+    "youtu": {"num_key_value_heads": 4, "head_dim": None},
+    "deepseek_v32": {"num_key_value_heads": 4, "head_dim": None},
+    "glm_moe_dsa": {"num_key_value_heads": 4, "head_dim": None},
+    "hy_v4": {"num_key_value_heads": 4, "head_dim": None},
+    "minicpm3": {"num_key_value_heads": 4, "head_dim": None},
+    "jamba": {"mamba_d_state": 4, "attn_layer_period": 2, "attn_layer_offset": 1},
+    "beam": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "mlp_layer_types": ["dense", "sparse"],
+    },
+    "exaone_moe": {"layer_types": ["sliding_attention", "full_attention"]},
+    "flint": {"layer_types": ["sliding_attention", "full_attention"], "mlp_only_layers": []},
+    "gemma4_text": {
+        "layer_types": ["sliding_attention", "full_attention"],
+        "vocab_size_per_layer_input": VOCAB,
+        "hidden_size_per_layer_input": 8,
+        "enable_moe_block": True,
+        "num_experts": 6,
+        "top_k_experts": 2,
+        "moe_intermediate_size": 20,
+        "global_head_dim": 16,
+    },
+    "glm4_moe_lite": {"num_key_value_heads": 4},
+    "laguna": {"layer_types": ["sliding_attention", "full_attention"]},
+    "mellum": {"layer_types": ["sliding_attention", "full_attention"]},
     "phimoe": {"head_dim": None, "sliding_window": 7},
     "llama4_text": {
         "num_hidden_layers": 4,
@@ -130,8 +159,9 @@ def reference_logits(model: Any, sequences: list[list[int]]) -> list[torch.Tenso
 
 def served(model: Any, **options: Any) -> ServedModel:
     """`model`, changed in place, behind ServedModel; without LoRA layers unless asked for."""
-    config = EngineConfig(**({"model": "tiny", "device": "cpu", "enable_lora": False} | options))
-    return serve(model, model.config, config, torch.float32, torch.device("cpu"))
+    facts = {"model": "tiny", "device": "cpu", "enable_lora": False} | options
+    config = EngineConfig(**facts)
+    return serve(model, model.config, config, model.dtype, torch.device("cpu"))
 
 
 def random_sequences(count: int, longest: int, seed: int, vocab: int = VOCAB) -> list[list[int]]:
@@ -174,6 +204,11 @@ class Driver:
         for own in blocks:
             self.free.extend(own)
         return [torch.cat(parts) for parts in rows]
+
+    def whole_step(self, ids: list[int], logit_rows: list[int]) -> StepInput:
+        """One sequence as one chunk, in blocks of its own that stay taken."""
+        step = self._step([(0, len(ids))], [0], [ids], [[]], None)
+        return replace(step, logit_rows=torch.tensor(logit_rows))
 
     def _choose(self, done: list[int], sequences: list[list[int]]) -> list[tuple[int, int]]:
         """A random non-empty set of unfinished sequences, each with a decode or a chunk."""

@@ -321,26 +321,6 @@ def test_layers_of_experts_do_not_share_their_routing() -> None:
 
 
 @torch.no_grad()
-def test_other_rows_than_the_steps_tokens() -> None:
-    served = Served()
-    base, layer = served.linear()
-    begin(served.state, [0, 2])
-    site = TARGETS.targets["q"].site  # type: ignore[union-attr]
-    x, context = torch.randn(2, HIDDEN), torch.randn(8, HIDDEN)
-    slots = torch.tensor(SLOTS)
-    for _ in range(2):
-        torch.testing.assert_close(layer(x), add_rows(base(x), x, site, [0, 2], [0] * 2))
-        with served.state.override_slots(slots):
-            got = layer(context)
-        want = add_rows(base(context), context, site, SLOTS, [0] * 8)
-        assert_mixed(got, want, base(context))
-    assert served.backend.routes == 2
-    served.state.set_view(None)
-    with served.state.override_slots(slots):
-        assert torch.equal(layer(context), base(context))
-
-
-@torch.no_grad()
 def test_an_activation_of_another_dtype_keeps_its_base_rows() -> None:
     served = Served(torch.bfloat16)
     base, layer = served.linear()

@@ -1,5 +1,7 @@
 """Packing and installing keep exactly what an adapter means."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers_adapters import (
@@ -73,6 +75,19 @@ def test_reading_back_sees_a_wrong_scale_expert_and_slice() -> None:
     assert isinstance(q, Factors)
     wrong = AdapterWeights({**weights.modules, "q": Factors(q.a, q.b, q.scale * 1.01)})
     assert largest_error(pool, slot, TARGETS, wrong) > 1e-4
+
+
+def test_experts_that_vary_fastest_in_memory() -> None:
+    """As in a file of PEFT: B [out, r * E], the expert fastest."""
+    pool, weights = make_pool(), adapter(TARGETS, seed=0, rank=3, kind="separate")
+    modules = dict(weights.modules)
+    for path in ("experts", "ungated"):
+        down = modules[path].down  # type: ignore[union-attr]
+        b = down.b.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        assert b.stride(0) == 1
+        modules[path] = replace(modules[path], down=replace(down, b=b))
+    slot = install(pool, AdapterWeights(modules))
+    assert largest_error(pool, slot, TARGETS, weights) < 1e-6
 
 
 def test_fused_gate_and_up_store_their_common_a_once() -> None:

@@ -1,7 +1,19 @@
 """Logits equal transformers eager, sequences one by one, whatever the chunks and the company."""
 
 import pytest
-from helpers_models import tiny_model, worst_error
+import torch
+from helpers_models import (
+    Driver,
+    random_sequences,
+    reference_logits,
+    relative_error,
+    served,
+    tiny_model,
+    worst_error,
+)
+
+from vexpert.models.masks import MaskKind
+from vexpert.models.served import TransformersModel
 
 MOE = (
     "qwen3_moe",
@@ -19,10 +31,40 @@ MOE = (
     "phimoe",
     "llama4_text",
 )
-DENSE = ("llama", "qwen3")
+DENSE = ("llama", "qwen3", "gemma2")
 LIMIT = 1e-5
 
 
 @pytest.mark.parametrize("model_type", MOE + DENSE)
 def test_exact(model_type: str) -> None:
     assert worst_error(tiny_model(model_type)) < LIMIT
+
+
+def test_a_wrong_window_is_seen() -> None:
+    """Contexts are longer than the windows: a layer with a window one too long must fail."""
+    model = tiny_model("mixtral")
+    sequences = random_sequences(3, 30, 1)
+    want = reference_logits(model, sequences)
+    ours = served(model)
+    assert isinstance(ours, TransformersModel)
+    ours.layers[1].kind = MaskKind(window=8)
+    got = Driver(ours).play(sequences)
+    assert relative_error(torch.cat(got), torch.cat(want)) > 100 * LIMIT
+
+
+def test_wanted_rows_only_in_float32() -> None:
+    model = tiny_model("granitemoe")
+    ids = random_sequences(1, 9, 2)[0]
+    (want,) = reference_logits(model, [ids])
+    driver = Driver(served(model.to(torch.bfloat16)))
+    step = driver.whole_step(ids, [8, 2])
+    logits = driver.model.forward(step)
+    assert logits.dtype == torch.float32
+    assert logits.shape == (2, 61)
+    assert relative_error(logits, want[[8, 2]]) < 0.1
+
+
+def test_large_query_parts_of_the_explicit_softmax(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sinks and score caps run in parts of query rows; small parts must give the same."""
+    monkeypatch.setattr("vexpert.models.attention.SCORES_AT_ONCE", 500)
+    assert worst_error(tiny_model("gpt_oss")) < LIMIT

@@ -13,12 +13,12 @@ import torch
 from vexpert.config import EngineConfig
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
+from vexpert.lora.adapter_version import Version, check_name
 from vexpert.lora.budget import arena_bytes
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.pool import SlotPool
 from vexpert.lora.source import AdapterLoader, AdapterReader, HostCopy
 from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, LoraState, TargetMap
-from vexpert.lora.version import Version, check_name
 
 logger = get_logger(__name__)
 

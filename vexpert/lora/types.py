@@ -1,8 +1,7 @@
 """LoRA's nouns: targets of a model, factors of an adapter, the batch's view."""
 
-from collections.abc import Iterator, Mapping
-from contextlib import contextmanager
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, field
 
 import torch
 
@@ -193,22 +192,3 @@ class LoraState:
             for site, extra in self.installed.get(slot, {}).items():
                 found.setdefault(site, []).append((slot, extra))
         return found
-
-    @contextmanager
-    def override_slots(self, slots: torch.Tensor) -> Iterator[None]:
-        """Within the block, dense layers see rows with these `slots` [R] int64 instead of tokens.
-
-        For a Linear that reads other rows than the step's tokens, as MLA's kv_b_proj reads the
-        context. Pass one tensor object for a whole step: its routing is then built once.
-        """
-        view, cache = self.view, self.cache
-        if view is None:
-            yield
-            return
-        entry = cache.setdefault(("override_slots", id(slots)), (slots, {}))
-        assert isinstance(entry, tuple)  # it keeps `slots` alive, so that its id stays its own
-        self.view, self.cache = replace(view, slots=slots), entry[1]
-        try:
-            yield
-        finally:
-            self.view, self.cache = view, cache

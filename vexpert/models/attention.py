@@ -135,8 +135,8 @@ def _attend_groups(
         n = len(group.sequences)
         if layer.is_latent:
             part = slice(start, start + n * keys.length)
-            k = key[0, :, part].unflatten(1, (n, keys.length)).transpose(0, 1)
-            v = value[0, :, part].unflatten(1, (n, keys.length)).transpose(0, 1)
+            k = _by_sequence(key, part, n)
+            v = _by_sequence(value, part, n)
             start += n * keys.length
         else:
             k = layer.read(layer.keys, keys.blocks, n).transpose(1, 2)
@@ -149,6 +149,12 @@ def _attend_groups(
         out[group.rows] = done
     assert out is not None, "a step has at least one token"
     return out
+
+
+def _by_sequence(context: torch.Tensor, part: slice, sequences: int) -> torch.Tensor:
+    """Rows `part` of the expanded context [1, H, C, d] as [sequences, H, length, d]."""
+    _, heads, _, width = context.shape
+    return context[0, :, part].reshape(heads, sequences, -1, width).transpose(0, 1)
 
 
 def _attend(
@@ -171,8 +177,8 @@ def _attend(
         )
     else:
         out = _explicit(q, key, value, mask, softmax)
-    split = out.unflatten(2, (-1, group.q))  # [n, Hkv, G, q, d]
-    return split.permute(0, 3, 1, 2, 4).reshape(n * group.q, -1, out.shape[-1])
+    split = out.reshape(n, heads, -1, group.q, out.shape[-1])  # [n, Hkv, G, q, d]
+    return split.permute(0, 3, 1, 2, 4).reshape(n * group.q, query.shape[1], -1).contiguous()
 
 
 def _explicit(

@@ -19,7 +19,12 @@ class StepCache:
         self.latent_layers = latent_layers  # by the layer_idx that the module passes
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Latent layer: write key and value [1, 1, T, d], return the context of the step."""
         layer = self.latent_layers.get(layer_idx)

@@ -13,6 +13,8 @@ from vexpert.log import get_logger
 
 logger = get_logger(__name__)
 
+MIN_VOCAB = 8  # fewer tokens than any text needs
+
 
 def model_source(config: EngineConfig) -> str:
     """Folder or Hugging Face name of the model; an empty one means the bundled demo model."""
@@ -39,11 +41,16 @@ def read_tokenizer(config: EngineConfig) -> Any:
     """The tokenizer that `config` names, or the model's own."""
     source = config.tokenizer or model_source(config)
     try:
-        return AutoTokenizer.from_pretrained(source, trust_remote_code=config.trust_remote_code)
+        tokenizer = AutoTokenizer.from_pretrained(
+            source, trust_remote_code=config.trust_remote_code
+        )
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
             f"no tokenizer in {source!r}: {error}; name another with --tokenizer"
         ) from error
+    if tokenizer.vocab_size < MIN_VOCAB:  # transformers makes one up where there are no files
+        raise ModelError(f"no tokenizer in {source!r}; name another with --tokenizer")
+    return tokenizer
 
 
 def choose_device(name: str) -> torch.device:
@@ -58,7 +65,9 @@ def choose_device(name: str) -> torch.device:
         raise ConfigError(f"device={name!r}: use auto, cpu, cuda or cuda:N")
     count = torch.cuda.device_count()
     if device.type == "cuda" and (device.index or 0) >= count:
-        raise ConfigError(f"device={name!r}: this machine has {count} CUDA devices; use cpu or auto")
+        raise ConfigError(
+            f"device={name!r}: this machine has {count} CUDA devices; use cpu or auto"
+        )
     return torch.device("cuda", device.index or 0) if device.type == "cuda" else device
 
 
@@ -125,6 +134,12 @@ def _load_weights(
 def is_causal_lm(model_config: Any) -> bool:
     """Whether transformers has a causal language model for this config."""
     return type(model_config) in MODEL_FOR_CAUSAL_LM_MAPPING
+
+
+def takes_text_config(model_config: Any) -> bool:
+    """Whether that causal language model is made of the config's text part alone."""
+    model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
+    return isinstance(model_config.get_text_config(), model_class.config_class)
 
 
 def eos_token_ids(config: EngineConfig, model_config: Any) -> tuple[int, ...]:

@@ -64,7 +64,7 @@ def attach_experts(model: nn.Module) -> dict[str, ExpertsLayer]:
             weights = _weights(path, module)
         if weights is not None:
             layers[path] = ExpertsLayer(weights)
-            module.vexpert_experts = layers[path]  # type: ignore[assignment]
+            module.vexpert_experts = layers[path]
     return layers
 
 
@@ -117,7 +117,8 @@ def _attach_llama4(path: str, block: Any) -> tuple[str, nn.Module, ExpertWeights
 
     def activate(gate_up: torch.Tensor) -> torch.Tensor:
         gate, up = gate_up.chunk(2, dim=-1)
-        return up * act(gate)
+        product: torch.Tensor = up * act(gate)
+        return product
 
     def forward(hidden_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         hidden = hidden_states.reshape(-1, block.hidden_dim)

@@ -124,9 +124,7 @@ def _attach_attention(seen: Probe, context: StepContext) -> list[AttentionLayer]
     """Put an AttentionLayer on each attention module, in the order they run."""
     layers = []
     for call in seen.calls:
-        layer = AttentionLayer(
-            context, call.kind, call.key_shape, call.value_shape, call.is_latent
-        )
+        layer = AttentionLayer(context, call.kind, call.key_shape, call.value_shape, call.is_latent)
         call.module.vexpert_layer = layer  # type: ignore[assignment]
         layers.append(layer)
     return layers

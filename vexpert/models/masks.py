@@ -1,4 +1,4 @@
-"""Which earlier tokens a layer's queries may see, read off the mask that transformers would build."""
+"""Which earlier tokens a layer's queries may see, read off the mask of transformers."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -9,7 +9,7 @@ import torch
 
 @dataclass(frozen=True)
 class MaskKind:
-    """Causal attention, at most over the last `window` tokens or within chunks of `chunk` tokens."""
+    """Causal attention, over the last `window` tokens or within chunks of `chunk` tokens."""
 
     window: int | None = None
     chunk: int | None = None

@@ -54,7 +54,7 @@ class StepPlan:
         return found
 
     def head_masks(self, kind: MaskKind, repeat: int) -> tuple[torch.Tensor, ...]:
-        """Per group [n, 1, repeat * q, length] bool: rows of `repeat` query heads of one KV head."""
+        """Per group [n, 1, repeat * q, length] bool: the `repeat` heads of one KV head."""
         found = self._head_masks.get((kind, repeat))
         if found is None:
             found = tuple(keys.mask.repeat(1, repeat, 1)[:, None] for keys in self.keys(kind))

@@ -47,7 +47,12 @@ class Probe:
     _expanding: list[str] = field(default_factory=list)
 
     def update(
-        self, key: torch.Tensor, value: torch.Tensor, layer_idx: int, *args: object, **kwargs: object
+        self,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        layer_idx: int,
+        *args: object,
+        **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
         self._updated = (key, value, layer_idx)
         self._expanding = []
@@ -63,7 +68,12 @@ class Probe:
         return query_length, 0
 
     def attend(
-        self, module: nn.Module, key: torch.Tensor, value: torch.Tensor, mask: object, window: object
+        self,
+        module: nn.Module,
+        key: torch.Tensor,
+        value: torch.Tensor,
+        mask: object,
+        window: object,
     ) -> None:
         """Note a call of attention, or raise ModelError where its inputs are not understood."""
         path = self.paths[module]
@@ -137,6 +147,18 @@ def _attached(model: nn.Module, probe: Probe) -> Iterator[None]:
             del module.__dict__["vexpert_probe"]
 
 
+def _run(model: Any, probe: Probe, inputs: dict[str, Any]) -> torch.Tensor:
+    """The observed pass; ModelError if the model asks a stand-in for what it does not have."""
+    try:
+        with _attached(model, probe), torch.inference_mode():
+            logits: torch.Tensor = model(**inputs).logits
+    except (AttributeError, IndexError, KeyError, RuntimeError, TypeError) as error:
+        raise ModelError(
+            f"{type(model).__name__} needs more than attention over a KV cache: {error}"
+        ) from error
+    return logits
+
+
 def observe(model: Any, cache_name: str, num_layers: int) -> Probe:
     """Run `model` (with this probe's attention set) over a few tokens; its notes.
 
@@ -153,13 +175,15 @@ def observe(model: Any, cache_name: str, num_layers: int) -> Probe:
         "use_cache": False,
         cache_name: probe,
     }
-    with _attached(model, probe), torch.inference_mode():
-        logits = model(**inputs).logits
+    logits = _run(model, probe, inputs)
     if tuple(logits.shape[:2]) != (1, LOGITS):
         raise ModelError(f"{type(model).__name__} does not give logits of chosen rows")
-    if len(probe.calls) < num_layers:
+    modules = [call.module for call in probe.calls]
+    if len(set(modules)) < len(modules):
+        raise ModelError(f"{type(model).__name__} runs a layer more than once in one pass")
+    if len(modules) < num_layers:
         raise ModelError(
-            f"{type(model).__name__}: {len(probe.calls)} of its {num_layers} layers run attention "
+            f"{type(model).__name__}: {len(modules)} of its {num_layers} layers run attention "
             "through AttentionInterface; others keep a state that is not a KV cache"
         )
     probe.vocab_size = logits.shape[-1]

@@ -2,7 +2,6 @@
 
 from typing import Any
 
-import torch
 from torch import nn
 
 from vexpert.lora.layers import LoraEmbedding, LoraLinear, LoraLmHead, experts_hooks, wrap_router

@@ -18,7 +18,12 @@ class _Sites:
     made: list[LoraSite] = field(default_factory=list)
 
     def add(
-        self, name: str, experts: int, inputs: int, outputs: int, slices: tuple[OutputSlice, ...] = ()
+        self,
+        name: str,
+        experts: int,
+        inputs: int,
+        outputs: int,
+        slices: tuple[OutputSlice, ...] = (),
     ) -> LoraSite:
         slices = slices or (OutputSlice(0, outputs),)
         rank = len(slices) * self.max_rank
@@ -40,9 +45,7 @@ def build_targets(
     for path, module in model.named_modules():
         if path in experts:
             targets[path] = _experts_target(path, module, experts[path], sites)
-        elif type(module) is nn.Linear and sees_rows(path, probe):
-            targets[path] = _linear_target(path, module.weight, sites)
-        elif is_router(path, module, experts):
+        elif _is_linear(path, module, probe) or is_router(path, module, experts):
             targets[path] = _linear_target(path, module.weight, sites)
         elif type(module) is nn.Embedding and module.max_norm is None:
             targets[path] = _embedding_target(path, module, sites)
@@ -50,9 +53,9 @@ def build_targets(
     return TargetMap(model_type, type(model).__name__, targets, tuple(sites.made), shapes)
 
 
-def sees_rows(path: str, probe: Probe) -> bool:
-    """Whether each input of a Linear had one row per token, or per logit for the last one."""
-    return probe.rows.get(path) in ({TOKENS}, {LOGITS})
+def _is_linear(path: str, module: nn.Module, probe: Probe) -> bool:
+    """A Linear whose inputs had one row per token, or per logit for the last one."""
+    return type(module) is nn.Linear and probe.rows.get(path) in ({TOKENS}, {LOGITS})
 
 
 def is_router(path: str, module: nn.Module, experts: dict[str, ExpertsLayer]) -> bool:

@@ -5,8 +5,9 @@ import torch
 from vexpert.ops import per_adapter, torch_gemm, torch_routing
 from vexpert.ops.backend import check_operands
 from vexpert.ops.routing import Arrangement, Routing
-from vexpert.ops.torch_lora import Delta, HostTable
+from vexpert.ops.torch_lora import Delta
 from vexpert.ops.torch_routing import IntArray, TorchArrangement, TorchRouting, ragged
+from vexpert.ops.torch_table import HostTable
 from vexpert.ops.types import LoraSite, SiteTable
 
 

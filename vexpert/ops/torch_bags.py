@@ -16,27 +16,49 @@ _SUM = 0  # embedding bag's mode
 _NO_PADDING = -1
 
 
+def rows_anywhere(flat: torch.Tensor, width: int) -> torch.Tensor:
+    """Row i is flat[i : i + width]. For `weighted_dots` alone, which follows strides."""
+    return flat.as_strided((flat.numel() - width + 1, width), (1, 1))
+
+
+def rows_in_step(flat: torch.Tensor, width: int, shift: int) -> torch.Tensor:
+    """Row i is flat[shift + i * width : ... + width]."""
+    count = (flat.numel() - shift) // width
+    return flat.narrow(0, shift, count * width).view(count, width)
+
+
+def weighted_dots(
+    x: torch.Tensor, rows: torch.Tensor, index: IntArray, x_row: IntArray
+) -> torch.Tensor:
+    """h[i] = x[x_row[i]] . rows[index[i]], [n] in the dtype of x [R, width]."""
+    place = torch.from_numpy(index)
+    return torch.ops.aten._embedding_bag_per_sample_weights_backward(  # type: ignore[no-any-return]
+        x.contiguous(), rows, place, place, torch.from_numpy(x_row), _SUM, _NO_PADDING
+    )
+
+
+def weighted_sums(
+    h: torch.Tensor | None, rows: torch.Tensor, index: IntArray, bag_start: IntArray
+) -> torch.Tensor:
+    """y[b] = sum over i of bag b of h[i] * rows[index[i]], in order; h None: ones.
+
+    `rows` must be contiguous: this kernel would copy a view that overlaps itself.
+    """
+    return torch.embedding_bag(
+        rows, torch.from_numpy(index), torch.from_numpy(bag_start), False, _SUM, False, h
+    )[0]
+
+
 def dots(
     x: torch.Tensor, flat: torch.Tensor, width: int, offset: IntArray, x_row: IntArray
 ) -> torch.Tensor:
-    """h [n] in the dtype of x [R, width] and flat [N]; offset and x_row are [n]."""
-    # Rows may start at any element, so the view overlaps itself; this kernel follows strides.
-    rows = flat.as_strided((flat.numel() - width + 1, width), (1, 1))
-    index = torch.from_numpy(offset)
-    return torch.ops.aten._embedding_bag_per_sample_weights_backward(  # type: ignore[no-any-return]
-        x.contiguous(), rows, index, index, torch.from_numpy(x_row), _SUM, _NO_PADDING
-    )
+    """h [n] for x [R, width], rows of flat [N] at `offset` [n], and x_row [n]."""
+    return weighted_dots(x, rows_anywhere(flat, width), offset, x_row)
 
 
 def sums(
     h: torch.Tensor, flat: torch.Tensor, width: int, offset: IntArray, bag_start: IntArray
 ) -> torch.Tensor:
-    """y [bags, width] in the dtype of h [n] and flat [N]; bag_start is [bags].
-
-    All of `offset` [n] must be equal modulo `width`: this kernel would copy an overlapping view.
-    """
+    """y [bags, width] for h [n], rows of flat [N] at `offset` [n], all equal modulo `width`."""
     shift = int(offset[0]) % width
-    count = (flat.numel() - shift) // width
-    rows = flat.narrow(0, shift, count * width).view(count, width)
-    index = torch.from_numpy((offset - shift) // width)
-    return torch.embedding_bag(rows, index, torch.from_numpy(bag_start), False, _SUM, False, h)[0]
+    return weighted_sums(h, rows_in_step(flat, width, shift), (offset - shift) // width, bag_start)

@@ -9,6 +9,7 @@ rows: bags 24 / 31 / 45 / 75, products with W^T stored 44 / 60 / 60 / 70, with W
 import numpy as np
 import torch
 
+from vexpert.ops.torch_bags import weighted_sums
 from vexpert.ops.torch_routing import TorchArrangement, steps
 
 BAG_ROWS_PER_EXPERT = 6
@@ -54,15 +55,12 @@ def _bags(
     """One bag per pair: row k of the expert's W^T, weighted by x[k]."""
     count, depth = rows.shape
     index = (arrangement.expert.numpy() * depth)[:, None] + steps(depth)
-    return torch.embedding_bag(
-        matrices.view(-1, matrices.shape[2]),
-        torch.from_numpy(index.reshape(-1)),
-        torch.from_numpy(steps(count, depth)),
-        False,
-        0,
-        False,
+    return weighted_sums(
         rows.reshape(-1),
-    )[0]
+        matrices.view(-1, matrices.shape[2]),
+        index.reshape(-1),
+        steps(count, depth),
+    )
 
 
 def _products(
@@ -93,13 +91,5 @@ def combine(
         scale = weights.reshape(-1).to(torch.float32)
         if arrangement.kept is not None:
             scale = scale.index_select(0, torch.from_numpy(arrangement.kept))
-    out = torch.embedding_bag(
-        y.to(torch.float32),
-        torch.from_numpy(position),
-        torch.from_numpy(arrangement.bag_start),
-        False,
-        0,
-        False,
-        scale,
-    )[0]
+    out = weighted_sums(scale, y.to(torch.float32), position, arrangement.bag_start)
     return out.to(y.dtype)

@@ -3,8 +3,6 @@
 One `Delta` is one call for one site. Index arrays are built on the host for the pairs at hand.
 """
 
-from dataclasses import dataclass
-
 import numpy as np
 import torch
 
@@ -16,40 +14,13 @@ from vexpert.ops.torch_routing import (
     TorchRouting,
     as_rows,
     ragged,
-    repeated,
-    steps,
 )
-from vexpert.ops.types import LoraSite, OutputSlice, SiteTable
+from vexpert.ops.torch_table import HostTable
+from vexpert.ops.types import LoraSite, OutputSlice
 
 # Rows of one virtual expert from which two matrix products beat bags. Measured at rank 8, 256 to
 # 512 columns: about 25 us for the products' calls, 0.6 us a row for bags.
 SEGMENT_ROWS = 32
-
-
-class HostTable:
-    """The arrays of a SiteTable as numpy views of the same memory, so always up to date."""
-
-    def __init__(self, table: SiteTable) -> None:
-        self.table = table
-        self.rank: IntArray = table.rank.numpy()
-        self.a_offset: IntArray = table.a_offset.numpy()
-        self.a_stride: IntArray = table.a_stride.numpy()
-        self.slice_rank: IntArray = table.slice_rank.numpy()
-        self.slice_column: IntArray = table.slice_column.numpy()
-        self.b_offset: IntArray = table.b_offset.numpy()
-        self.b_stride: IntArray = table.b_stride.numpy()
-
-    def a_start(self, pairs: Pairs) -> IntArray:
-        """First element of each pair's A [n]."""
-        start: IntArray = self.a_offset[pairs.slots] + pairs.experts * self.a_stride[pairs.slots]
-        return start
-
-    def b_start(self, pairs: Pairs) -> IntArray:
-        """First element of each slice's and pair's B^T [slices, n]."""
-        start: IntArray = (
-            self.b_offset[:, pairs.slots] + pairs.experts * self.b_stride[:, pairs.slots]
-        )
-        return start
 
 
 def columns(y: torch.Tensor, part: OutputSlice) -> torch.Tensor:
@@ -66,18 +37,6 @@ def add_rows(y: torch.Tensor, rows: IntArray | None, delta: torch.Tensor) -> Non
         return
     index = as_rows(rows)
     y[index] = y.index_select(0, index).add_(delta)
-
-
-@dataclass(frozen=True)
-class Layout:
-    """How the pairs of a call lie, if they all lie alike: `rank` shrunk columns in `bags` slices.
-
-    Slices are equal parts of the output; each multiplies its own columns, or all the same ones.
-    """
-
-    rank: int
-    bag_rank: int
-    shared: bool
 
 
 class Delta:
@@ -104,9 +63,11 @@ class Delta:
             self._add_segment(y, segment, segment.rows)
         if not len(rest.rows):
             return
-        layout = self._layout(routing) if routing.whole and not segments else None
-        if layout is not None and self._add_uniform(y, rest, layout):
-            return
+        if rest is routing.pairs and routing.whole:
+            plan = self.host.plan(self.site, routing.active_slots)
+            if plan is not None:
+                plan.add(self.x, y, rest, self.x_rows)
+                return
         h, starts = self.shrink(rest)
         self.expand(y, rest, h, starts)
 
@@ -141,50 +102,6 @@ class Delta:
     def _matrix(self, start: int, rows: int, width: int) -> torch.Tensor:
         """A factor [rows, width] in float32."""
         return self.arena.narrow(0, start, rows * width).view(rows, width).to(torch.float32)
-
-    def _layout(self, routing: TorchRouting) -> Layout | None:
-        """What all active slots have in common, or None if they differ."""
-        slots, parts = routing.active_slots, self.site.slices
-        host, first = self.host, slots[0]
-        if len(slots) > 1:
-            pick = routing.slot_array
-            for values in (host.rank[pick], host.slice_rank[:, pick], host.slice_column[:, pick]):
-                if (values != values[..., :1]).any():
-                    return None
-        rank, bag_rank = int(host.rank[first]), int(host.slice_rank[0, first])
-        if bag_rank == 0:
-            return None
-        starts = host.slice_column[:, first].tolist()
-        size = parts[0].size
-        tiled = self.site.out_features == size * len(parts) and all(
-            part == OutputSlice(i * size, size) for i, part in enumerate(parts)
-        )
-        if not tiled or host.slice_rank[:, first].tolist() != [bag_rank] * len(parts):
-            return None
-        if starts == [0] * len(parts) and rank == bag_rank:
-            return Layout(rank, bag_rank, shared=True)
-        if starts == [i * bag_rank for i in range(len(parts))] and rank == bag_rank * len(parts):
-            return Layout(rank, bag_rank, shared=False)
-        return None
-
-    def _add_uniform(self, y: torch.Tensor, pairs: Pairs, layout: Layout) -> bool:
-        """Shrink and expand in two calls; False when B^T's rows do not line up (see `sums`)."""
-        count, parts, size = len(pairs.rows), len(self.site.slices), self.site.slices[0].size
-        b_start = self.host.b_start(pairs).T  # [n, slices]
-        if ((b_start - b_start[0, 0]) % size).any():
-            return False
-        a_index = self.host.a_start(pairs)[:, None] + steps(layout.rank, self.site.in_features)
-        if self.x_rows is None:
-            x_row = repeated(count, layout.rank)
-        else:
-            x_row = np.repeat(self.x_rows, layout.rank)
-        h = dots(self.x, self.arena, self.site.in_features, a_index.reshape(-1), x_row)
-        if layout.shared and parts > 1:
-            h = h.view(count, 1, layout.rank).expand(-1, parts, -1).reshape(-1)
-        b_index = b_start[:, :, None] + steps(layout.bag_rank, size)
-        bag_start = steps(count * parts, layout.bag_rank)
-        y.add_(sums(h, self.arena, size, b_index.reshape(-1), bag_start).view(count, -1))
-        return True
 
     def shrink(self, pairs: Pairs) -> tuple[torch.Tensor, IntArray]:
         """Shrunk values of all pairs, one pair after another, and where each pair's begin."""

@@ -91,7 +91,8 @@ class TorchRouting(Routing):
             )
             rest = [part for part, is_large in zip(parts, large, strict=True) if not is_large]
             chosen = np.concatenate([np.empty(0, np.int64), *rest])
-            self._splits[min_rows] = (segments, self.pairs.take(np.sort(chosen)))
+            pairs = self.pairs.take(np.sort(chosen)) if segments else self.pairs
+            self._splits[min_rows] = (segments, pairs)
         return self._splits[min_rows]
 
 
@@ -111,12 +112,19 @@ def route(slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int) -
     """Routing of slots [P] and experts [P] (None: a dense layer), both int64 on the CPU."""
     slot: IntArray = slots.numpy()
     expert: IntArray = np.zeros_like(slot) if experts is None else experts.numpy()
-    active = slot >= 0
-    if experts is not None:
-        active &= (expert >= 0) & (expert < num_experts)
     pairs = Pairs(steps(len(slot)), slot, expert)
-    whole = bool(active.all())
-    return TorchRouting(len(slot), num_experts, pairs if whole else pairs.take(active), whole)
+    whole = not len(slot) or (
+        bool(slot.min() >= 0) and (experts is None or _all_below(expert, num_experts))
+    )
+    if not whole:
+        active = (slot >= 0) & (expert >= 0) & (expert < num_experts)
+        pairs = pairs.take(active)
+    return TorchRouting(len(slot), num_experts, pairs, whole)
+
+
+def _all_below(values: IntArray, limit: int) -> bool:
+    """Whether 0 <= value < limit for all; a negative value is a huge unsigned one."""
+    return not values.size or bool(values.view(np.uint64).max() < limit)
 
 
 def ragged(counts: IntArray) -> tuple[IntArray, IntArray, IntArray]:
@@ -145,10 +153,10 @@ def arrange(topk_ids: torch.Tensor, num_experts: int) -> TorchArrangement:
     """Arrangement of topk_ids [T, K] int64 on the CPU."""
     tokens, k = topk_ids.shape
     expert: IntArray = topk_ids.reshape(-1).numpy()
-    valid = (expert >= 0) & (expert < num_experts)
     kept, bag_start, token = None, steps(tokens, k), repeated(tokens, k)
     pair = steps(len(expert))
-    if not valid.all():
+    if not _all_below(expert, num_experts):
+        valid = (expert >= 0) & (expert < num_experts)
         kept = pair = np.flatnonzero(valid)
         expert, token = expert[kept], token[kept]
         per_token = valid.reshape(tokens, k).sum(1)

@@ -5,7 +5,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, Field
 
 from vexpert.errors import RequestError
-from vexpert.server.protocol.fields import Positive, StrictModel, only, refusal
+from vexpert.server.protocol.fields import Positive, StrictModel, TopCount, only, refusal
 from vexpert.server.protocol.sampling import SamplingFields
 
 NO_TOOLS = "tool calling is not served; leave the field out"
@@ -74,7 +74,7 @@ class ChatCompletionRequest(SamplingFields):
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = None
     logprobs: bool | None = None
-    top_logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    top_logprobs: TopCount | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
 

@@ -2,10 +2,10 @@
 
 from typing import Annotated, Any
 
-from pydantic import BeforeValidator, Field
+from pydantic import BeforeValidator
 
 from vexpert.errors import RequestError
-from vexpert.server.protocol.fields import Count, Int64, Positive, only, refusal
+from vexpert.server.protocol.fields import Count, Int64, Positive, TopCount, only, refusal
 from vexpert.server.protocol.sampling import SamplingFields
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -41,7 +41,7 @@ class CompletionRequest(SamplingFields):
     ]
     best_of: Positive | None = None
     echo: bool | None = None
-    logprobs: Annotated[int, Field(ge=0, le=20)] | None = None
+    logprobs: TopCount | None = None
     max_tokens: Count | None = None
     suffix: Annotated[Any, only("insertion is not served; leave the field out", "")] = None
 

@@ -7,6 +7,7 @@ from pydantic_core import PydanticCustomError
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
 Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
+TopCount = Annotated[int, Field(ge=0, le=20)]  # OpenAI's limit; a whole vocabulary is no answer
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 

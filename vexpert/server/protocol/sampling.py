@@ -6,7 +6,7 @@ from pydantic import Field
 
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import RequestError
-from vexpert.server.protocol.fields import Count, Int64, Positive, StrictModel, only
+from vexpert.server.protocol.fields import Count, Int64, Positive, StrictModel, TopCount, only
 
 PASSED_ON = (
     "n",
@@ -61,7 +61,7 @@ class SamplingFields(StrictModel):
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
-    prompt_logprobs: Count | None = None
+    prompt_logprobs: TopCount | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
 

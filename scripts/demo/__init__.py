@@ -1,0 +1,1 @@
+"""Parts of the demo model's training."""

@@ -1,0 +1,19 @@
+"""Without a GPU, Triton's kernels run in its interpreter; tests marked `gpu` are skipped."""
+
+import os
+
+import pytest
+import torch
+
+# Triton reads this when it is imported, which happens with the first kernel module.
+if not torch.cuda.is_available():
+    os.environ["TRITON_INTERPRET"] = "1"
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="needs a CUDA device")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)

@@ -1,0 +1,62 @@
+"""Choosing a backend: capability is data, the choice is logged once, nothing falls back."""
+
+import logging
+
+import pytest
+import torch
+from helpers_lora_cases import make_case, zeros_for
+
+from vexpert import log
+from vexpert.errors import UnsupportedError
+from vexpert.ops.backend import select_backend
+
+
+def test_auto_takes_the_devices_own_and_says_so_once(
+    caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(log, "_announced", set())
+    with caplog.at_level(logging.INFO, "vexpert"):
+        assert select_backend("auto", "cpu", torch.float32).name == "torch"
+        select_backend("auto", torch.device("cpu"), torch.float32)
+    assert [r.message for r in caplog.records] == [
+        "LoRA backend: torch for torch.float32 on cpu (asked for: auto)"
+    ]
+
+
+@pytest.mark.parametrize(
+    ("name", "device", "dtype", "cause"),
+    [
+        ("torch", "cuda", torch.float32, "cannot run torch.float32 on cuda: it runs on cpu"),
+        ("torch", "cpu", torch.float64, "cannot run torch.float64 on cpu: it computes in"),
+        ("triton", "cpu", torch.bfloat16, "cannot run torch.bfloat16 on cpu: it computes in"),
+        ("auto", "meta", torch.float32, "cannot run torch.float32 on meta"),
+        ("cutlass", "cpu", torch.float32, "'cutlass' is unknown"),
+    ],
+)
+def test_unsupported_names_the_cause(
+    name: str, device: str, dtype: torch.dtype, cause: str
+) -> None:
+    with pytest.raises(UnsupportedError, match=cause):
+        select_backend(name, device, dtype)
+
+
+def test_triton_on_a_cpu_needs_the_interpreter(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv("TRITON_INTERPRET", raising=False)
+    with pytest.raises(UnsupportedError, match="it runs on cuda"):
+        select_backend("triton", "cpu", torch.float32)
+
+
+@pytest.mark.parametrize("change", ["width", "dtype", "rows"])
+def test_operands_that_do_not_fit_are_refused(change: str) -> None:
+    case = make_case("mixed")
+    x, y = case.x, zeros_for(case)
+    if change == "width":
+        x = x[:, :-1]
+    elif change == "dtype":
+        y = y.half()
+    else:
+        y = y[:-1]
+    backend = select_backend("torch", "cpu", torch.float32)
+    routing = backend.route(case.slots, case.experts, case.site.num_experts, case.num_slots)
+    with pytest.raises(UnsupportedError, match=r"site0: x \(.*do not fit"):
+        backend.apply(x, y, case.site, case.table, routing, case.x_rows)

@@ -1,0 +1,22 @@
+"""What every kernel file needs: how a dot rounds, and the checks of the launchers."""
+
+import torch
+
+
+def dot_precision(dtype: torch.dtype) -> str:
+    """float32 must not be cut to TF32: its relative error would be 1e-3, not 1e-7."""
+    return "ieee" if dtype == torch.float32 else "tf32"
+
+
+def check_matrix(name: str, tensor: torch.Tensor) -> None:
+    """Assert that columns are adjacent, as kernels assume; rows may have any stride."""
+    assert tensor.dim() == 2, (name, tuple(tensor.shape))
+    assert tensor.stride(1) == 1 or tensor.shape[1] <= 1, (name, tensor.stride())
+
+
+def power_of_two(value: int, least: int, most: int) -> int:
+    """The smallest power of two that is at least `value`, within bounds that are such powers."""
+    size = least
+    while size < min(value, most):
+        size *= 2
+    return size

@@ -1,0 +1,177 @@
+"""The backend for GPUs: Triton kernels and device-side routing, without any sync."""
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import torch
+
+from vexpert.kernels.blocks import Blocks, make_blocks, virtual_keys
+from vexpert.kernels.combine import combine
+from vexpert.kernels.grouped_gemm import grouped_gemm
+from vexpert.kernels.lora_expand import SliceRun, lora_expand
+from vexpert.kernels.lora_shrink import lora_shrink
+from vexpert.ops.backend import check_operands
+from vexpert.ops.routing import Arrangement, Routing
+from vexpert.ops.types import LoraSite, OutputSlice, SiteTable
+
+
+@dataclass(frozen=True)
+class TritonRouting(Routing):
+    blocks: Blocks
+
+
+@dataclass(frozen=True)
+class TritonArrangement(Arrangement):
+    """Pairs in their natural order; the blocks hold the order by expert."""
+
+    blocks: Blocks
+    num_experts: int
+    top_k: int
+
+
+@lru_cache(maxsize=1024)
+def slice_runs(slices: tuple[OutputSlice, ...]) -> tuple[SliceRun, ...]:
+    """All slices in one run if they are evenly spaced (gate and up always are), else one each."""
+    first, step = slices[0], slices[1].start - slices[0].start if len(slices) > 1 else 0
+    even = [
+        OutputSlice(first.start + i * step, first.size, first.stride) for i in range(len(slices))
+    ]
+    if list(slices) == even:
+        return (SliceRun(0, len(slices), first.start, step, first.size, first.stride),)
+    return tuple(
+        SliceRun(i, 1, part.start, 0, part.size, part.stride) for i, part in enumerate(slices)
+    )
+
+
+class TritonBackend:
+    """Implements `LoraBackend`. Graph capture is safe: shapes alone decide what is launched."""
+
+    name = "triton"
+
+    def route(
+        self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
+    ) -> TritonRouting:
+        local = torch.zeros_like(slots) if experts is None else experts
+        keys = virtual_keys(slots, local, num_experts, num_slots)
+        return TritonRouting(
+            slots.shape[0], make_blocks(keys, num_experts, num_slots * num_experts)
+        )
+
+    def shrink(
+        self,
+        x: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        routing: Routing,
+        x_rows: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(routing, TritonRouting)
+        return lora_shrink(
+            x if x.stride(1) == 1 else x.contiguous(),
+            x_rows,
+            table.arena,
+            table.rank,
+            table.a_offset,
+            table.a_stride,
+            routing.blocks,
+            site.max_rank,
+        )
+
+    def expand(
+        self,
+        h: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        routing: Routing,
+        y: torch.Tensor,
+        fuse_add_to_output: bool = True,
+        add_output_mask: torch.Tensor | None = None,
+    ) -> torch.Tensor:
+        assert isinstance(routing, TritonRouting)
+        out = y if fuse_add_to_output else torch.zeros_like(y)
+        columns = (table.slice_rank, table.slice_column, table.b_offset, table.b_stride)
+        for run in slice_runs(site.slices):
+            lora_expand(
+                h,
+                table.arena,
+                columns,
+                routing.blocks,
+                run,
+                add_output_mask,
+                out,
+                fuse_add_to_output,
+            )
+        return out
+
+    def apply(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        routing: Routing,
+        x_rows: torch.Tensor | None = None,
+    ) -> None:
+        check_operands(self.name, x, y, site, table, routing.num_rows)
+        self.expand(self.shrink(x, site, table, routing, x_rows), site, table, routing, y)
+
+    def apply_per_adapter(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        slots: torch.Tensor,
+        experts: torch.Tensor | None,
+        active_slots: tuple[int, ...],
+        x_rows: torch.Tensor | None = None,
+    ) -> None:
+        """One routing, shrink and expand per adapter of `active_slots`; can be captured too."""
+        for slot in active_slots:
+            if table.host_rank[slot]:
+                own = torch.where(slots == slot, slots, -1)
+                routing = self.route(own, experts, site.num_experts, len(table.host_rank))
+                self.apply(x, y, site, table, routing, x_rows)
+
+    def prepare_weight(self, weight: torch.Tensor, is_transposed: bool) -> None:
+        """Nothing to do: the kernel reads both layouts."""
+
+    def arrange(self, topk_ids: torch.Tensor, num_experts: int) -> TritonArrangement:
+        tokens, top_k = topk_ids.shape
+        expert = topk_ids.reshape(-1)
+        pair = torch.arange(tokens * top_k, device=topk_ids.device)
+        keys = virtual_keys(None, expert, num_experts, 1)
+        return TritonArrangement(
+            pair=pair,
+            token=pair // top_k,
+            expert=expert,
+            num_tokens=tokens,
+            blocks=make_blocks(keys, num_experts, num_experts),
+            num_experts=num_experts,
+            top_k=top_k,
+        )
+
+    def grouped_gemm(
+        self,
+        x: torch.Tensor,
+        x_rows: torch.Tensor | None,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        arrangement: Arrangement,
+        is_transposed: bool,
+    ) -> torch.Tensor:
+        assert isinstance(arrangement, TritonArrangement)
+        view = weight.transpose(1, 2) if is_transposed else weight
+        return grouped_gemm(x, x_rows, view, bias, arrangement.blocks)
+
+    def combine(
+        self, y: torch.Tensor, weights: torch.Tensor | None, arrangement: Arrangement
+    ) -> torch.Tensor:
+        assert isinstance(arrangement, TritonArrangement)
+        return combine(
+            y.contiguous(),
+            arrangement.expert,
+            None if weights is None else weights.contiguous(),
+            arrangement.num_experts,
+            arrangement.top_k,
+        )
