@@ -69,8 +69,8 @@ def test_one_batch(model: str) -> None:
 @pytest.mark.parametrize("model", MODELS)
 def test_each_alone(model: str) -> None:
     done = loaded(model)
-    for pair in pairs(done.accepted):
-        check([pair], ask(done.llm, [pair]))
+    for case in done.accepted:
+        check([(case, case.name)], ask(done.llm, [(case, case.name)]))
 
 
 @pytest.mark.parametrize("model", MODELS)

@@ -56,6 +56,20 @@ def build_extras(
     return {site: SiteExtra(**tensors) for site, tensors in builder.found.items()}
 
 
+def extras_like(weights: AdapterWeights, targets: TargetMap) -> SiteExtras:
+    """Tensors of the shapes that `build_extras` gives, with no meaningful values.
+
+    For a model whose weights are not there: biases of the base count as present, tied heads as
+    not tied.
+    """
+
+    def stand_in(name: str) -> torch.Tensor | None:
+        shape = targets.parameters.get(name)
+        return None if shape is None else torch.ones(1).expand(shape)
+
+    return build_extras(weights, targets, stand_in)
+
+
 class _Builder:
     def __init__(self, weights: AdapterWeights, targets: TargetMap, base: BaseWeight) -> None:
         self.weights = weights
