@@ -11,6 +11,8 @@ from helpers_engine import FakeTokenizer
 from helpers_formats import applied, log_probs, target_map
 from helpers_models import tiny_model
 from helpers_writers import PREFIX, linear_keys, per_expert_keys, random_adapter, save
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
 
 from vexpert import LLM
 from vexpert.config import EngineConfig
@@ -56,7 +58,7 @@ class Files:
         }
 
     def save(self, name: str, tensors: Tensors, **config: Any) -> Path:
-        return save(self.root / name, tensors, r=2, lora_alpha=3, **config)
+        return save(self.root / name, tensors, **{"r": 2, "lora_alpha": 3, **config})
 
     def with_magnitudes(self, factors: Tensors) -> Tensors:
         magnitudes = {
@@ -155,6 +157,15 @@ def make_llm(model: Any, **options: Any) -> LLM:
     )
     ours = serve(copy.deepcopy(model), model.config, config, torch.float32, torch.device("cpu"))
     return LLM.from_engine(Engine(config, model=ours, tokenizer=FakeTokenizer()))
+
+
+def save_model(model: Any, folder: Path) -> str:
+    """A checkpoint of a model with 61 tokens, and a tokenizer of words."""
+    model.save_pretrained(folder)
+    words = {f"t{i}": i for i in range(61)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(folder)
+    return str(folder)
 
 
 def make_model(model_type: str) -> Any:

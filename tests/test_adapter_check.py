@@ -15,10 +15,9 @@ from helpers_extras import (
     make_model,
     plain,
     read,
+    save_model,
 )
 from helpers_formats import applied
-from tokenizers import Tokenizer, models
-from transformers import PreTrainedTokenizerFast
 
 import vexpert.demo
 from vexpert.cli.main import main
@@ -27,15 +26,6 @@ from vexpert.engine.check import check_adapter
 from vexpert.errors import AdapterError
 from vexpert.lora.merge import merge_adapter
 from vexpert.lora.types import AdapterWeights
-
-
-def save_model(model: Any, folder: Path) -> str:
-    """A checkpoint with a tokenizer of words."""
-    model.save_pretrained(folder)
-    words = {f"t{i}": i for i in range(61)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(folder)
-    return str(folder)
 
 
 @pytest.fixture(scope="module")
