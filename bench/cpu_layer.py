@@ -173,7 +173,7 @@ def main() -> None:
         options.threads, clock = 1, time.thread_time
     torch.set_num_threads(options.threads)
     torch.manual_seed(0)
-    backend = select_backend("torch", "cpu", torch.float32)
+    backend = select_backend("auto", "cpu", torch.float32)
     with torch.inference_mode():
         modules = [make_module() for _ in range(LAYERS)]
         runners = [make_runner(module, backend) for module in modules]

@@ -119,13 +119,15 @@ SHAPES: dict[str, Shape] = grid() | {
         specs=tuple(SlotSpec((rank,), shared_b=True) for rank in (8, 3)),
     ),
     "many-virtual": Shape(
-        "64 slots x 512 experts",
+        "64 slots x 512 experts, all alike: too many for a table of indices",
         tokens=6,
         experts=512,
         hidden=16,
         slices=(OutputSlice(0, 16),),
         specs=(SlotSpec((1,)),) * 64,
         max_lora_rank=1,
+        base_share=0.0,
+        align=16,
     ),
 }
 

@@ -10,7 +10,7 @@ from transformers.models.auto.configuration_auto import (
     model_type_to_module_name,
 )
 
-from vexpert.models.support import EXACT_DENSE, refusal
+from vexpert.models.support import EXACT_DENSE, EXACT_MOE, refusal
 
 TABLE = Path(__file__).resolve().parents[1] / "docs" / "models.md"
 MODELS = Path(transformers.__file__).parent / "models"
@@ -34,14 +34,17 @@ Every architecture of transformers {version} with experts.
 
 
 def moe_types() -> list[str]:
-    """Model types whose modeling file has a class of experts, in the installed transformers."""
-    found = []
+    """Model types of the installed transformers whose modeling file has a class of experts.
+
+    Those that borrow another type's file are added by name.
+    """
+    found = sorted(EXACT_MOE & set(CONFIG_MAPPING_NAMES))
     for model_type in sorted(CONFIG_MAPPING_NAMES):
         folder = MODELS / model_type_to_module_name(model_type)
         source = folder / f"modeling_{folder.name}.py"
         if source.exists() and HAS_EXPERTS.search(source.read_text()):
             found.append(model_type)
-    return found
+    return sorted(set(found))
 
 
 def reason(model_type: str) -> str | None:

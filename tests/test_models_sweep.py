@@ -1,14 +1,26 @@
 """Every MoE architecture of transformers is exact, or refused with a reason; so says the table."""
 
+from pathlib import Path
+
 import pytest
 import transformers
 from helpers_model_table import TABLE, make_table, moe_types, read_table, reason
-from helpers_models import served, tiny_model, worst_error
+from helpers_models import (
+    Driver,
+    random_sequences,
+    served,
+    tiny_config,
+    tiny_model,
+    worst_error,
+)
+from packaging.version import Version
 from test_models_exact import DENSE, LIMIT, MOE
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from vexpert.config import EngineConfig
 from vexpert.errors import ModelError
-from vexpert.models.support import EXACT_DENSE, EXACT_MOE, REFUSED
+from vexpert.models.loader import load_model
+from vexpert.models.support import EXACT, EXACT_DENSE, EXACT_MOE, REFUSED
 
 INSTALLED = moe_types()
 NOT_YET_SEEN = sorted((EXACT_MOE & set(CONFIG_MAPPING_NAMES)) - set(MOE))
@@ -27,9 +39,17 @@ ALSO_SEEN_BY_THE_PROBE = (
 )
 
 
+# Served from the version in which transformers runs their experts through ExpertsInterface.
+SINCE = {"aria_text": Version("5.18")}
+
+
 @pytest.mark.parametrize("model_type", NOT_YET_SEEN)
 def test_exact_with_experts(model_type: str) -> None:
     model = tiny_model(model_type)
+    if Version(transformers.__version__) < SINCE.get(model_type, Version("0")):
+        with pytest.raises(ModelError, match="use a newer one"):
+            served(model)
+        return
     assert worst_error(model) < LIMIT
     assert any(hasattr(module, "vexpert_experts") for module in model.modules())
 
@@ -37,6 +57,15 @@ def test_exact_with_experts(model_type: str) -> None:
 @pytest.mark.parametrize("model_type", DENSE_NOT_YET_SEEN)
 def test_exact_dense(model_type: str) -> None:
     assert worst_error(tiny_model(model_type), longest=17) < LIMIT
+
+
+@pytest.mark.parametrize("model_type", sorted(EXACT & set(CONFIG_MAPPING_NAMES) - set(SINCE)))
+def test_loads_in_bfloat16(model_type: str, tmp_path: Path) -> None:
+    """From the config alone: no dtype of the model's own clashes with that of the cache."""
+    tiny_config(model_type).save_pretrained(tmp_path)
+    options = {"device": "cpu", "dtype": "bfloat16", "load_format": "dummy"}
+    driver = Driver(load_model(EngineConfig(model=str(tmp_path), **options)))
+    assert all(rows.isfinite().all() for rows in driver.play(random_sequences(3, 9, 1)))
 
 
 @pytest.mark.parametrize("model_type", INSTALLED)

@@ -14,7 +14,7 @@ from vexpert.ops.backend import select_backend
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_ops_gpu.py runs these")
 
-BACKENDS = ("torch", "triton")
+BACKENDS = ("torch", "numba", "triton")
 GRID = list(itertools.product((32, 64), (1, 2), (8, 20), (8, 16)))  # tokens, top-k, experts, rank
 FLAGS = {
     "transposed": Flags(is_transposed=True),
@@ -44,9 +44,10 @@ def assert_layer(layer: Layer, name: str, classic: bool = False) -> None:
         assert relative_error(out - base, expected - expected_base) < bound
 
 
+@pytest.mark.parametrize("name", ["torch", "numba"])
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "rank"), GRID)
-def test_grid(tokens: int, top_k: int, experts: int, rank: int) -> None:
-    assert_layer(make_layer(tokens, top_k, experts, rank), "torch")
+def test_grid(tokens: int, top_k: int, experts: int, rank: int, name: str) -> None:
+    assert_layer(make_layer(tokens, top_k, experts, rank), name)
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "rank"), GRID[::5])

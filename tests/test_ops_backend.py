@@ -16,10 +16,12 @@ def test_auto_takes_the_devices_own_and_says_so_once(
 ) -> None:
     monkeypatch.setattr(log, "_announced", set())
     with caplog.at_level(logging.INFO, "vexpert"):
-        assert select_backend("auto", "cpu", torch.float32).name == "torch"
+        assert select_backend("auto", "cpu", torch.float32).name == "numba"
         select_backend("auto", torch.device("cpu"), torch.float32)
-    assert [r.message for r in caplog.records] == [
-        "LoRA backend: torch for torch.float32 on cpu (asked for: auto)"
+        assert select_backend("auto", "cpu", torch.bfloat16).name == "torch"
+    assert [r.message for r in caplog.records if r.name.startswith("vexpert")] == [
+        "LoRA backend: numba for torch.float32 on cpu (asked for: auto)",
+        "LoRA backend: torch for torch.bfloat16 on cpu (asked for: auto)",
     ]
 
 
@@ -30,6 +32,7 @@ def test_auto_takes_the_devices_own_and_says_so_once(
         ("torch", "cpu", torch.float64, "cannot run torch.float64 on cpu: it computes in"),
         ("triton", "cpu", torch.bfloat16, "cannot run torch.bfloat16 on cpu: it computes in"),
         ("auto", "meta", torch.float32, "cannot run torch.float32 on meta"),
+        ("numba", "cpu", torch.bfloat16, "cannot run torch.bfloat16 on cpu: it computes in"),
         ("cutlass", "cpu", torch.float32, "'cutlass' is unknown"),
     ],
 )

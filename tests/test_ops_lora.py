@@ -16,7 +16,7 @@ from vexpert.ops.backend import select_backend
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_ops_gpu.py runs these")
 
 TORCH_PATHS = ("torch", "torch-classic")
-PATHS = (*TORCH_PATHS, "triton")
+PATHS = (*TORCH_PATHS, "numba", "triton")
 FEW = ("mixed", "sentinels", "one-expert", "shared-a", "dense", "alike")
 
 
@@ -30,11 +30,12 @@ def test_torch_equals_reference(name: str, path: str, dtype: torch.dtype) -> Non
     assert_delta(y, case)
 
 
+@pytest.mark.parametrize("path", ["numba", "triton"])
 @pytest.mark.parametrize("name", SHAPES)
-def test_triton_equals_reference(name: str) -> None:
+def test_compiled_kernels_equal_reference(name: str, path: str) -> None:
     case = make_case(name)
     y = zeros_for(case)
-    run("triton", case, y)
+    run(path, case, y)
     assert_delta(y, case)
 
 

@@ -59,7 +59,7 @@ class EngineConfig:
     )
     lora_use_virtual_experts: bool = option(True, "one grouped product for all adapters", "lora")
     lora_backend: str = option(
-        "auto", "operations that run LoRA and experts", "lora", ("auto", "torch", "triton")
+        "auto", "operations that run LoRA and experts", "lora", ("auto", "torch", "numba", "triton")
     )
 
     def __post_init__(self) -> None:

@@ -138,8 +138,9 @@ def is_causal_lm(model_config: Any) -> bool:
 
 def takes_text_config(model_config: Any) -> bool:
     """Whether that causal language model is made of the config's text part alone."""
+    text = model_config.get_text_config()
     model_class = MODEL_FOR_CAUSAL_LM_MAPPING[type(model_config)]
-    return isinstance(model_config.get_text_config(), model_class.config_class)
+    return text is model_config or isinstance(text, model_class.config_class)
 
 
 def eos_token_ids(config: EngineConfig, model_config: Any) -> tuple[int, ...]:

@@ -54,7 +54,10 @@ def experts_forward(
 
 
 def attach_experts(model: nn.Module) -> dict[str, ExpertsLayer]:
-    """Put an ExpertsLayer on every experts module; its path -> layer. Changes the modules."""
+    """Put an ExpertsLayer on every experts module; its path -> layer. Changes the modules.
+
+    Raises ModelError for experts that cannot be run.
+    """
     layers = {}
     for path, module in model.named_modules():
         weights = None
@@ -65,7 +68,19 @@ def attach_experts(model: nn.Module) -> dict[str, ExpertsLayer]:
         if weights is not None:
             layers[path] = ExpertsLayer(weights)
             module.vexpert_experts = layers[path]
+    _refuse_other_experts(model)
     return layers
+
+
+def _refuse_other_experts(model: nn.Module) -> None:
+    """Raise ModelError for stacked weights [E, ., .] outside the experts that we run."""
+    for path, module in model.named_modules():
+        stacked = any(p.dim() == 3 for p in module.parameters(recurse=False))
+        if stacked and not hasattr(module, "vexpert_experts"):
+            raise ModelError(
+                f"{path}: the experts of {type(module).__name__} do not run through "
+                "ExpertsInterface in this version of transformers; use a newer one"
+            )
 
 
 def _weights(path: str, module: Any) -> ExpertWeights:

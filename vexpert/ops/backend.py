@@ -127,13 +127,16 @@ class Capability:
 
 FLOATS = (torch.float32, torch.bfloat16, torch.float16)
 CAPABILITIES = {
+    "numba": Capability(("cpu",), (torch.float32,), ("numba",)),
     "torch": Capability(("cpu",), FLOATS),
     "triton": Capability(("cuda",), FLOATS, ("triton",)),
     # Triton's interpreter runs the same kernels on a CPU, for tests. Its dot multiplies bfloat16 as
     # the integers it keeps them in (seen in 3.9), so that dtype is left out.
     "triton interpreter": Capability(("cpu",), (torch.float32, torch.float16), ("triton",)),
 }
-PREFERRED = {"cpu": "torch", "cuda": "triton"}
+NAMES = ("torch", "numba", "triton")
+# Of each device's backends, the first that can run: "auto".
+PREFERRED = {"cpu": ("numba", "torch"), "cuda": ("triton",)}
 
 
 def _unsupported_because(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
@@ -154,9 +157,9 @@ def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
     Raises UnsupportedError, with the reason, when it cannot run `dtype` on `device`.
     """
     device = torch.device(device)
-    chosen = PREFERRED.get(device.type, "torch") if name == "auto" else name
-    if chosen not in PREFERRED.values():
-        raise UnsupportedError(f"LoRA backend {name!r} is unknown; use auto, torch or triton")
+    chosen = _first_able(device, dtype) if name == "auto" else name
+    if chosen not in NAMES:
+        raise UnsupportedError(f"LoRA backend {name!r} is unknown; use auto, {', '.join(NAMES)}")
     reason = _unsupported_because(chosen, device, dtype)
     if reason is not None:
         raise UnsupportedError(
@@ -167,11 +170,21 @@ def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
     return _build(chosen)
 
 
+def _first_able(device: torch.device, dtype: torch.dtype) -> str:
+    names = PREFERRED.get(device.type, ("torch",))
+    able = (name for name in names if _unsupported_because(name, device, dtype) is None)
+    return next(able, names[-1])
+
+
 def _build(name: str) -> LoraBackend:
     if name == "torch":
         from vexpert.ops.torch_backend import TorchBackend
 
         return TorchBackend()
+    if name == "numba":
+        from vexpert.ops.numba_backend import NumbaBackend
+
+        return NumbaBackend()
     from vexpert.ops.triton_backend import TritonBackend
 
     return TritonBackend()

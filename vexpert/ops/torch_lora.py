@@ -56,22 +56,22 @@ class Delta:
         if routing.is_single:
             pairs = routing.pairs
             segment = Segment(int(pairs.slots[0]), int(pairs.experts[0]), pairs.rows)
-            self._add_segment(y, segment, None)
+            self.add_segment(y, segment, None)
             return
         segments, rest = routing.split(SEGMENT_ROWS)
         for segment in segments:
-            self._add_segment(y, segment, segment.rows)
+            self.add_segment(y, segment, segment.rows)
         if not len(rest.rows):
             return
         if rest is routing.pairs and routing.whole:
             plan = self.host.plan(self.site, routing.active_slots)
             if plan is not None:
-                plan.add(self.x, y, rest, self.x_rows)
+                plan.add(self.x, y, routing, self.x_rows)
                 return
         h, starts = self.shrink(rest)
         self.expand(y, rest, h, starts)
 
-    def _add_segment(self, y: torch.Tensor, segment: Segment, rows: IntArray | None) -> None:
+    def add_segment(self, y: torch.Tensor, segment: Segment, rows: IntArray | None) -> None:
         """Two matrix products for all rows of a virtual expert; None: all rows of y, in order."""
         slot, expert = segment.slot, segment.expert
         rank = int(self.host.rank[slot])

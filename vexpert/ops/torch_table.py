@@ -11,8 +11,11 @@ import numpy as np
 import torch
 
 from vexpert.ops.torch_bags import rows_anywhere, rows_in_step, weighted_dots, weighted_sums
-from vexpert.ops.torch_routing import IntArray, Pairs, repeated, steps
+from vexpert.ops.torch_routing import IntArray, Pairs, TorchRouting, repeated, steps
 from vexpert.ops.types import LoraSite, OutputSlice, SiteTable
+
+Rows = IntArray | None
+MAX_TABLE = 1 << 15  # integers: 256 KiB per site for indices of every virtual expert
 
 
 @lru_cache(maxsize=64)
@@ -32,26 +35,48 @@ class UniformPlan:
     is_shared: bool  # every slice multiplies all shrunk columns, not columns of its own
     a_rows: torch.Tensor  # `rows_anywhere` of the arena
     b_rows: torch.Tensor  # `rows_in_step`
-    a_offset: IntArray  # [S]
-    a_stride: IntArray  # [S]
-    b_row: IntArray  # [S, slices] first row of B^T in b_rows
-    b_row_stride: IntArray  # [S, slices]
+    starts: "FactorStarts"
+    a_index: IntArray | None  # [S * E, rank] `starts.a` of every virtual expert; None: too many
+    b_index: IntArray | None  # [S * E, slices * bag_rank] likewise
 
-    def add(self, x: torch.Tensor, y: torch.Tensor, pairs: Pairs, x_rows: IntArray | None) -> None:
-        """Add to every row of y in place; `pairs` are all of its rows, in order."""
-        slots, experts = pairs.slots, pairs.experts
-        count, slices = len(slots), len(self.site.slices)
-        a_start = self.a_offset[slots] + experts * self.a_stride[slots]
-        a_index = a_start[:, None] + steps(self.rank, self.site.in_features)
+    def add(self, x: torch.Tensor, y: torch.Tensor, routing: TorchRouting, x_rows: Rows) -> None:
+        """Add to every row of y in place; every row of `routing` is active."""
+        count, slices = routing.num_rows, len(self.site.slices)
+        if self.a_index is None or self.b_index is None:
+            a_index, b_index = self.starts.expand(routing.pairs)
+        else:
+            a_index, b_index = self.a_index[routing.virtual], self.b_index[routing.virtual]
         x_row = repeated(count, self.rank) if x_rows is None else np.repeat(x_rows, self.rank)
         h = weighted_dots(x, self.a_rows, a_index.reshape(-1), x_row)
         if self.is_shared and slices > 1:
             h = h.index_select(0, _every_slice(count, slices, self.rank))
-        b_start = self.b_row[slots] + experts[:, None] * self.b_row_stride[slots]
-        b_index = b_start[:, :, None] + steps(self.bag_rank)
         bag_start = steps(count * slices, self.bag_rank)
         delta = weighted_sums(h, self.b_rows, b_index.reshape(-1), bag_start)
         y.add_(delta.view(count, self.site.out_features))
+
+
+@dataclass(frozen=True)
+class FactorStarts:
+    """Where every slot's factors begin, copied from the table."""
+
+    a_offset: IntArray  # [S] element of the arena
+    a_stride: IntArray  # [S]
+    b_row: IntArray  # [S, slices] row of `UniformPlan.b_rows`
+    b_row_stride: IntArray  # [S, slices]
+    a_steps: IntArray  # [rank] from one row of A to the next, in elements
+    b_steps: IntArray  # [bag_rank] rows of B^T
+
+    def expand(self, pairs: Pairs) -> tuple[IntArray, IntArray]:
+        """Element of each row of A [n, rank]; row of each of B^T [n, slices * bag_rank]."""
+        slots, experts = pairs.slots, pairs.experts
+        a = (self.a_offset[slots] + experts * self.a_stride[slots])[:, None] + self.a_steps
+        b = self.b_row[slots] + experts[:, None] * self.b_row_stride[slots]
+        return a, (b[:, :, None] + self.b_steps).reshape(len(slots), -1)
+
+    def expand_all(self, num_experts: int) -> tuple[IntArray, IntArray]:
+        """`expand` of every virtual expert, in order."""
+        slots, experts = np.divmod(steps(len(self.a_offset) * num_experts), num_experts)
+        return self.expand(Pairs(slots, slots, experts))
 
 
 class HostTable:
@@ -59,6 +84,7 @@ class HostTable:
 
     def __init__(self, table: SiteTable) -> None:
         self.table = table
+        self.arena = table.arena.numpy() if table.arena.dtype == torch.float32 else None
         self.rank: IntArray = table.rank.numpy()
         self.a_offset: IntArray = table.a_offset.numpy()
         self.a_stride: IntArray = table.a_stride.numpy()
@@ -118,6 +144,17 @@ class HostTable:
         )
         if not lies_alike:
             return None
+        starts = FactorStarts(
+            a_offset=self.a_offset.copy(),
+            a_stride=self.a_stride.copy(),
+            b_row=((self.b_offset - shift) // size).T.copy(),
+            b_row_stride=(self.b_stride // size).T.copy(),
+            a_steps=steps(rank, site.in_features),
+            b_steps=steps(bag_rank),
+        )
+        tables: tuple[IntArray | None, IntArray | None] = (None, None)
+        if len(self.rank) * site.num_experts * (rank + slices * bag_rank) <= MAX_TABLE:
+            tables = starts.expand_all(site.num_experts)
         return UniformPlan(
             site=site,
             rank=rank,
@@ -125,8 +162,7 @@ class HostTable:
             is_shared=is_shared,
             a_rows=rows_anywhere(self.table.arena, site.in_features),
             b_rows=rows_in_step(self.table.arena, size, shift),
-            a_offset=self.a_offset.copy(),
-            a_stride=self.a_stride.copy(),
-            b_row=((self.b_offset - shift) // size).T.copy(),
-            b_row_stride=(self.b_stride // size).T.copy(),
+            starts=starts,
+            a_index=tables[0],
+            b_index=tables[1],
         )
