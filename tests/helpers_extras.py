@@ -150,12 +150,13 @@ WRITERS: dict[str, tuple[Writer, ...]] = {
 }
 
 
-def make_llm(model: Any, **options: Any) -> LLM:
+def make_llm(model: Any, device: str = "cpu", **options: Any) -> LLM:
     """An LLM over a copy of `model`."""
     config = EngineConfig.from_options(
-        model=FOLDER, device="cpu", dtype="float32", max_lora_rank=8, **options
+        model=FOLDER, device=device, dtype="float32", max_lora_rank=8, **options
     )
-    ours = serve(copy.deepcopy(model), model.config, config, torch.float32, torch.device("cpu"))
+    place = torch.device(device)
+    ours = serve(copy.deepcopy(model).to(place), model.config, config, torch.float32, place)
     return LLM.from_engine(Engine(config, model=ours, tokenizer=FakeTokenizer()))
 
 

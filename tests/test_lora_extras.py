@@ -74,6 +74,17 @@ def test_every_extra_in_one_batch(model_type: str, virtual: bool, tmp_path: Path
     manager_of(llm).check_integrity()
 
 
+@pytest.mark.gpu
+@pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+@pytest.mark.parametrize("model_type", WRITERS)
+def test_every_extra_on_a_gpu(model_type: str, tmp_path: Path) -> None:
+    files = Files(model(model_type), tmp_path)
+    llm = make_llm(files.model, "cuda:0", max_loras=10, kv_cache_memory=1 << 26)
+    names = load(llm, *(write(files) for write in WRITERS[model_type]))
+    assert_right(files, llm, [None, *(n for name in names for n in (name, None)), *names])
+    manager_of(llm).check_integrity()
+
+
 def test_trained_rows_of_a_tied_embedding_are_the_heads_too(tmp_path: Path) -> None:
     from helpers_models import tiny_model
 

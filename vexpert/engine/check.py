@@ -21,8 +21,10 @@ NAME = "checked"
 PROMPTS = 4
 PROMPT_TOKENS = 12
 MOST_TOKENS = 256  # log-probs compared at each place: of the likeliest, and of the prompt's own
-# Rounding of two orders of summation; half dtypes also flip near ties of the router.
-TOLERANCE = {torch.float32: 1e-3, torch.bfloat16: 0.25, torch.float16: 0.1}
+TOLERANCE = 1e-3  # float32: two orders of summation differ by 1e-5 or so
+# Half dtypes also flip near ties of the router, so they are measured against what the base shows.
+HALF_TOLERANCE = 0.1
+HALF_TIMES_BASE = 3.0
 
 Tables = list[list[LogprobRow]]  # by prompt and place: token -> log-prob
 
@@ -50,8 +52,9 @@ class CheckReport:
     def verdict(self) -> str:
         if not self.is_right:
             return "DIFFERENT: the engine does not give what the merged weights give"
-        if self.effect <= self.tolerance:
-            return "right, but the adapter changes too little for this check to tell"
+        if self.effect <= 2 * self.tolerance:
+            hint = "" if self.dtype == "float32" else "; try float32"
+            return f"right, but the adapter changes too little for this check to tell{hint}"
         return "right"
 
 
@@ -90,9 +93,15 @@ def check_adapter(
         difference=_largest(served[1], merged),
         base_difference=noise,
         effect=max(float((a - b).abs().max()) for a, b in zip(base, merged, strict=True)),
-        tolerance=TOLERANCE[facts.dtype],
+        tolerance=_tolerance(facts.dtype, noise),
         warnings=info.warnings,
     )
+
+
+def _tolerance(dtype: torch.dtype, base_difference: float) -> float:
+    if dtype == torch.float32:
+        return TOLERANCE
+    return max(HALF_TOLERANCE, HALF_TIMES_BASE * base_difference)
 
 
 def _prompt_ids(llm: LLM, prompts: list[str] | None) -> list[list[int]]:
@@ -137,6 +146,9 @@ class _Plain:
         self.device = device
         self.model = build_model(config, read_config(config), dtype, device)
         self.model.set_attn_implementation("eager")
+        if any(hasattr(module, "is_concatenated") for module in self.model.modules()):
+            # The faster ones refuse narrow experts in half dtypes.
+            self.model.set_experts_implementation("eager")
 
     def log_probs(self, ids: list[list[int]]) -> list[torch.Tensor]:
         """[tokens, V] float32 of each prompt, on the host."""
