@@ -188,7 +188,7 @@ def check_lines(report: "CheckReport") -> list[str]:
         f"model: {report.model} in {report.dtype}",
         f"prompts: {report.prompts}, {report.tokens} tokens",
         f"largest difference of a log-prob to merged weights: {report.difference:.2e} "
-        f"(tolerance {report.tolerance:g})",
+        f"(median over places {report.median_difference:.2e}, tolerance {report.tolerance:g})",
         f"the same without the adapter: {report.base_difference:.2e}",
         f"largest change that the adapter makes: {report.effect:.2e}",
         *(f"warning: {warning}" for warning in report.warnings),

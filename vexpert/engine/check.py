@@ -22,9 +22,9 @@ PROMPTS = 4
 PROMPT_TOKENS = 12
 MOST_TOKENS = 256  # log-probs compared at each place: of the likeliest, and of the prompt's own
 TOLERANCE = 1e-3  # float32: two orders of summation differ by 1e-5 or so
-# Half dtypes also flip near ties of the router, so they are measured against what the base shows.
+# In half dtypes rounding flips near ties of the router, and a flip changes a whole row: there the
+# median over all places counts. On small random models it is 0.05 for engine and merged alike.
 HALF_TOLERANCE = 0.1
-HALF_TIMES_BASE = 3.0
 
 Tables = list[list[LogprobRow]]  # by prompt and place: token -> log-prob
 
@@ -39,6 +39,7 @@ class CheckReport:
     prompts: int
     tokens: int  # of all prompts
     difference: float  # engine with the adapter, and merged weights
+    median_difference: float  # the same, median over places of the largest at each
     base_difference: float  # engine and plain model, both without the adapter
     effect: float  # of the adapter: merged and plain weights
     tolerance: float
@@ -46,7 +47,8 @@ class CheckReport:
 
     @property
     def is_right(self) -> bool:
-        return self.difference <= self.tolerance
+        counted = self.difference if self.dtype == "float32" else self.median_difference
+        return counted <= self.tolerance
 
     @property
     def verdict(self) -> str:
@@ -83,25 +85,20 @@ def check_adapter(
     base = plain.log_probs(ids)
     merge_adapter(plain.model, weights, targets)
     merged = plain.log_probs(ids)
-    noise = _largest(served[0], base)
+    differences = _differences(served[1], merged)
     return CheckReport(
         path=str(path),
         model=facts.name,
         dtype=str(facts.dtype).removeprefix("torch."),
         prompts=len(ids),
         tokens=sum(len(one) for one in ids),
-        difference=_largest(served[1], merged),
-        base_difference=noise,
+        difference=float(differences.max()),
+        median_difference=float(differences.median()),
+        base_difference=float(_differences(served[0], base).max()),
         effect=max(float((a - b).abs().max()) for a, b in zip(base, merged, strict=True)),
-        tolerance=_tolerance(facts.dtype, noise),
+        tolerance=TOLERANCE if facts.dtype == torch.float32 else HALF_TOLERANCE,
         warnings=info.warnings,
     )
-
-
-def _tolerance(dtype: torch.dtype, base_difference: float) -> float:
-    if dtype == torch.float32:
-        return TOLERANCE
-    return max(HALF_TOLERANCE, HALF_TIMES_BASE * base_difference)
 
 
 def _prompt_ids(llm: LLM, prompts: list[str] | None) -> list[list[int]]:
@@ -158,12 +155,12 @@ class _Plain:
         return [one[0].float().log_softmax(-1).cpu() for one in logits]
 
 
-def _largest(tables: Tables, wanted: list[torch.Tensor]) -> float:
-    """The largest |difference| at the tokens that `tables` hold."""
-    worst = 0.0
+def _differences(tables: Tables, wanted: list[torch.Tensor]) -> torch.Tensor:
+    """The largest |difference| at each place, over the tokens that `tables` hold there."""
+    found = []
     for table, want in zip(tables, wanted, strict=True):
         for row, truth in zip(table, want, strict=True):
             tokens = torch.tensor(list(row))
             have = torch.tensor([entry.logprob for entry in row.values()])
-            worst = max(worst, float((have - truth[tokens]).abs().max()))
-    return worst
+            found.append((have - truth[tokens]).abs().max())
+    return torch.stack(found)
