@@ -46,12 +46,14 @@ def _add_row(
     slot = slots[i]
     expert = experts[i]
     width = x.shape[1]
-    source = x_rows[p] if x_rows.shape[0] else p
+    given = x[x_rows[p] if x_rows.shape[0] else p]
     at = a_offset[slot] + expert * a_stride[slot]
+    # Rows are sliced before the loops: an index that may be negative would be checked at each step.
     for r in range(rank[slot]):
+        a = arena[at : at + width]
         total = np.float32(0.0)
         for k in range(width):
-            total += arena[at + k] * x[source, k]
+            total += a[k] * given[k]
         h[i, r] = total
         at += width
     for part in range(parts.shape[0]):
@@ -60,14 +62,16 @@ def _add_row(
         step = parts[part, 2]
         column = slice_column[part, slot]
         at = b_offset[part, slot] + expert * b_stride[part, slot]
+        out = y[p, start:]
         for r in range(slice_rank[part, slot]):
+            b = arena[at : at + size]
             factor = h[i, column + r]
             if step == 1:
                 for n in range(size):
-                    y[p, start + n] += factor * arena[at + n]
+                    out[n] += factor * b[n]
             else:
                 for n in range(size):
-                    y[p, start + n * step] += factor * arena[at + n]
+                    out[n * step] += factor * b[n]
             at += size
 
 
