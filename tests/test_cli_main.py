@@ -144,6 +144,6 @@ def test_collect_env_names_what_is_there_and_what_is_missing(
 
 
 def test_every_command_runs_from_its_module() -> None:
-    assert set(COMMANDS) == {"serve", "chat", "bench", "collect-env"}
+    assert set(COMMANDS) == {"serve", "chat", "bench", "adapter", "collect-env"}
     for name in ("serve", "chat", "collect-env"):
         assert parse(name).module == COMMANDS[name][0]

@@ -13,6 +13,7 @@ from vexpert.errors import VexpertError
 COMMANDS = {
     "serve": ("vexpert.cli.serve", "serve a model and its adapters over HTTP"),
     "chat": ("vexpert.cli.chat", "talk to a running server"),
+    "adapter": ("vexpert.cli.adapter", "look at an adapter, check that it is served right"),
     "bench": ("vexpert.cli.bench.main", "measure speed"),
     "collect-env": ("vexpert.cli.collect_env", "print versions and hardware, for bug reports"),
 }

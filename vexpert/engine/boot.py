@@ -1,5 +1,6 @@
 """Building an engine's parts from its config, and the lines that say what was built."""
 
+import functools
 from typing import Any
 
 import torch
@@ -34,12 +35,14 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
     """The adapter manager of `model`; allocates the arena of the slots."""
     if not config.enable_lora:
         return NoAdapters()
+    from vexpert.lora.build_extras import SUPPORTED
     from vexpert.lora.manager import AdapterManager
     from vexpert.lora.reader import read_adapter
 
-    info = model.info
+    info, weight = model.info, model.parameter
+    reader = functools.partial(read_adapter, supported=SUPPORTED, base_weight=weight)
     manager: AdapterSource = AdapterManager(
-        model.targets, model.lora, config, info.device, info.dtype, read_adapter
+        model.targets, model.lora, config, info.device, info.dtype, reader, base_weight=weight
     )
     return manager
 

@@ -47,6 +47,7 @@ class Engine:
         self.config = config
         model = boot.load_served_model(config) if model is None else model
         self.tokenizer = boot.load_model_tokenizer(config) if tokenizer is None else tokenizer
+        self.model = model
         self.model_info = model.info
         self.max_model_len = boot.decide_max_model_len(config, model.info)
         self._adapters = boot.make_adapters(config, model) if adapters is None else adapters

@@ -15,6 +15,7 @@ from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_version import Version, check_name
 from vexpert.lora.budget import arena_bytes
+from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.pool import SlotPool
 from vexpert.lora.source import AdapterLoader, AdapterReader, HostCopy
 from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, LoraState, TargetMap
@@ -23,7 +24,11 @@ logger = get_logger(__name__)
 
 
 class AdapterManager:
-    """Sets `state.tables`. `reserved`: names that no adapter may take, the base model's own."""
+    """Sets `state.tables` and `state.installed`.
+
+    `reserved`: names that no adapter may take, the base model's own. `base_weight`: parameters of
+    the model by name, where `reader` lets extras pass.
+    """
 
     def __init__(
         self,
@@ -34,12 +39,14 @@ class AdapterManager:
         dtype: torch.dtype,
         reader: AdapterReader,
         reserved: frozenset[str] = frozenset(),
+        base_weight: BaseWeight | None = None,
     ) -> None:
         size = arena_bytes(targets, config, device, dtype)
         self.pool = SlotPool(targets, config.max_loras, size, device, dtype)
         state.tables = self.pool.tables
+        state.installed = self.pool.extras
         self._loader = AdapterLoader(
-            reader, targets, config.max_lora_rank, dtype, device.type == "cuda"
+            reader, targets, config.max_lora_rank, dtype, device.type == "cuda", base_weight
         )
         self._max_host = config.max_cpu_loras
         self._virtual_experts = config.lora_use_virtual_experts

@@ -4,12 +4,20 @@ Formula: slice i of a site adds `scale * B_i @ A_i @ x`. A is stored as [E or 1,
 rows of all distinct A of the site; B as its transpose [E or 1, r, size] with the scale inside.
 """
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from math import lcm
 
 import torch
 
 from vexpert.errors import AdapterError
+from vexpert.lora.site_extras import (
+    ALIGN_BYTES,
+    ExtraEntry,
+    SiteExtra,
+    plan_extras,
+    write_extras,
+)
 from vexpert.lora.types import (
     AdapterWeights,
     EmbeddingTarget,
@@ -22,7 +30,6 @@ from vexpert.lora.types import (
 )
 from vexpert.ops.types import LoraSite
 
-ALIGN_BYTES = 16  # widest load of a GPU thread
 MAX_START_ALIGNMENT = 1 << 18  # elements: at most 1 MiB of padding for an adapter of many MiB
 
 
@@ -55,6 +62,7 @@ class PackedAdapter:
     buffer: torch.Tensor  # [N] on the host
     entries: tuple[SiteEntry, ...]  # one per adapted site, by site index
     rank: int  # largest rank of a single factor
+    extras: tuple[ExtraEntry, ...] = ()  # behind all factors
 
     @property
     def nbytes(self) -> int:
@@ -149,9 +157,12 @@ class _Plan:
             position = bases[size] + region.size
         return bases, position
 
-    def finish(self, targets: TargetMap, pin_memory: bool) -> PackedAdapter:
+    def finish(
+        self, targets: TargetMap, pin_memory: bool, extras: Mapping[int, SiteExtra]
+    ) -> PackedAdapter:
         bases, total = self.bases()
-        buffer = torch.zeros(total, dtype=self.dtype, pin_memory=pin_memory)
+        tail, end = plan_extras(extras, total, self.dtype)
+        buffer = torch.zeros(end, dtype=self.dtype, pin_memory=pin_memory)
         for start, region in [(0, self.a), *((bases[size], r) for size, r in self.b.items())]:
             for piece in region.pieces:
                 piece.write(buffer[start:])
@@ -161,7 +172,9 @@ class _Plan:
             offsets = tuple(o + s for o, s in zip(entry.b_offset, starts, strict=True))
             moved.append(replace(entry, b_offset=offsets))
         rank = max((r for entry in moved for r in entry.slice_rank), default=0)
-        return PackedAdapter(buffer, tuple(moved), rank)
+        _check_finite(buffer[:total])
+        write_extras(buffer, tail, extras)
+        return PackedAdapter(buffer, tuple(moved), rank, tail)
 
 
 def _place_linear(plan: _Plan, site: LoraSite, factors: Factors) -> SiteEntry:
@@ -247,7 +260,6 @@ def _check_finite(buffer: torch.Tensor) -> None:
 
 
 def _plan(weights: AdapterWeights, targets: TargetMap, dtype: torch.dtype) -> _Plan:
-    assert not weights.extras, f"nothing applies {sorted(weights.extras)}"
     plan = _Plan(dtype)
     for path, factors in weights.modules.items():
         plan.entries += _place(plan, targets.targets[path], factors)
@@ -263,15 +275,20 @@ def packed_elements(weights: AdapterWeights, targets: TargetMap, dtype: torch.dt
 
 
 def pack(
-    weights: AdapterWeights, targets: TargetMap, dtype: torch.dtype, pin_memory: bool = False
+    weights: AdapterWeights,
+    targets: TargetMap,
+    dtype: torch.dtype,
+    pin_memory: bool = False,
+    extras: Mapping[int, SiteExtra] | None = None,
 ) -> PackedAdapter:
     """Lay out `weights` for the arena of a model with `targets`; every tensor starts at 16 bytes.
 
+    `extras` by site index, as `build_extras` made them of the same weights.
+
     Raises AdapterError when a value does not fit `dtype`. Shapes are the reader's duty: asserted.
     """
-    packed = _plan(weights, targets, dtype).finish(targets, pin_memory)
-    _check_finite(packed.buffer)
-    return packed
+    assert extras or not weights.extras, f"nothing applies {sorted(weights.extras)}"
+    return _plan(weights, targets, dtype).finish(targets, pin_memory, extras or {})
 
 
 def start_alignment(targets: TargetMap, device: torch.device, dtype: torch.dtype) -> int:

@@ -10,6 +10,7 @@ import torch
 
 from vexpert.lora.arena import Arena
 from vexpert.lora.pack import PackedAdapter, SiteEntry, start_alignment
+from vexpert.lora.site_extras import ExtraEntry, SiteExtras, view_extras
 from vexpert.lora.tables import Tables, extent
 from vexpert.lora.types import TargetMap
 from vexpert.ops.types import SiteTable
@@ -20,6 +21,7 @@ class Resident:
     """An adapter in a slot."""
 
     entries: tuple[SiteEntry, ...]
+    extras: tuple[ExtraEntry, ...]
     size: int  # elements
     start: int  # element of the arena
     pins: int
@@ -44,6 +46,7 @@ class SlotPool:
             self.arena = Arena(arena_bytes, device, dtype, alignment)
             self._tables = Tables(targets.sites, num_slots, self.arena.buffer)
         self._residents: list[Resident | None] = [None] * num_slots
+        self.extras: dict[int, SiteExtras] = {}  # by slot; views of the arena, updated in place
         self._clock = 0
 
     @property
@@ -128,17 +131,24 @@ class SlotPool:
             start = self.arena.allocator.allocate(count)
         assert start is not None, "make_room was not asked, or refused"
         self.arena.write(start, packed.buffer)
-        resident = Resident(packed.entries, count, start, pins=0, last_use=0)
+        resident = Resident(packed.entries, packed.extras, count, start, pins=0, last_use=0)
         self._residents[slot] = resident
         self._touch(resident)
-        self._tables.write(slot, packed.entries, start)
+        self._write(slot, resident)
         return slot
+
+    def _write(self, slot: int, resident: Resident) -> None:
+        """Make the tables and the extras of `slot` say where its adapter lies now."""
+        self._tables.write(slot, resident.entries, resident.start)
+        if resident.extras:
+            self.extras[slot] = view_extras(self.arena.buffer, resident.extras, resident.start)
 
     def remove(self, slot: int) -> None:
         """Empty a slot: rank 0 at every site, so that its weights cannot be reached."""
         resident = self._resident(slot)
         assert resident.pins == 0, f"slot {slot} is in use by {resident.pins} requests"
         self._tables.write(slot, ())
+        self.extras.pop(slot, None)
         self.arena.allocator.free(resident.start)
         self._residents[slot] = None
 
@@ -147,7 +157,7 @@ class SlotPool:
         for slot, resident in enumerate(self._residents):
             if resident is not None and resident.start in target:
                 resident.start = target[resident.start]
-                self._tables.write(slot, resident.entries, resident.start)
+                self._write(slot, resident)
 
     def check_integrity(self) -> None:
         """Assert that slots and blocks match one to one, and that every table is exact."""
@@ -157,6 +167,7 @@ class SlotPool:
         for slot, resident in enumerate(self._residents):
             if resident is None:
                 self._tables.check_slot(slot, (), 0)
+                assert slot not in self.extras, f"extras of the empty slot {slot}"
                 continue
             taken = blocks.pop(resident.start, None)
             assert taken == allocator.rounded(resident.size), f"slot {slot} has block {taken}"
@@ -165,4 +176,16 @@ class SlotPool:
                 assert end <= resident.size, f"slot {slot} reads past its block: {entry}"
             assert resident.pins >= 0, f"slot {slot} has {resident.pins} pins"
             self._tables.check_slot(slot, resident.entries, resident.start)
+            self._check_extras(slot, resident)
         assert not blocks, f"blocks of no slot: {blocks}"
+
+    def _check_extras(self, slot: int, resident: Resident) -> None:
+        """Assert that the extras of `slot` are exactly the tensors inside its block."""
+        found = self.extras.get(slot, {})
+        assert set(found) == {entry.site for entry in resident.extras}, f"extras of slot {slot}"
+        for entry in resident.extras:
+            view = entry.view(self.arena.buffer, resident.start)
+            have = getattr(found[entry.site], entry.name)
+            assert have.data_ptr() == view.data_ptr(), f"extras of slot {slot} lie elsewhere"
+            end = entry.start + view.nbytes // self.arena.itemsize
+            assert end <= resident.size, f"slot {slot} reads past its block: {entry}"

@@ -7,6 +7,8 @@ from typing import Protocol
 import torch
 
 from vexpert.errors import AdapterError
+from vexpert.lora.build_extras import build_extras
+from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.pack import PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
 
@@ -69,6 +71,7 @@ class AdapterLoader:
     max_rank: int
     dtype: torch.dtype
     pin_memory: bool
+    base_weight: BaseWeight | None = None  # needed where the reader lets extras pass
 
     def load(
         self, path: Path, lora_b_layout: str | None, expected: Fingerprint | None = None
@@ -83,7 +86,14 @@ class AdapterLoader:
         weights = self.reader(
             path, self.targets, max_rank=self.max_rank, lora_B_layout=lora_b_layout
         )
-        packed = pack(weights, self.targets, self.dtype, self.pin_memory)
+        packed = self._pack(weights)
         if observe(path) != files:
             raise AdapterError(f"the files of {str(path)!r} changed while read; load it again")
         return HostCopy(packed, files, weights.warnings)
+
+    def _pack(self, weights: AdapterWeights) -> PackedAdapter:
+        extras = {}
+        if weights.extras:
+            assert self.base_weight is not None, "extras need the base weights"
+            extras = build_extras(weights, self.targets, self.base_weight)
+        return pack(weights, self.targets, self.dtype, self.pin_memory, extras)

@@ -1,9 +1,11 @@
 """LoRA's nouns: targets of a model, factors of an adapter, the batch's view."""
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 import torch
 
+from vexpert.lora.site_extras import SiteExtra, SiteExtras
 from vexpert.ops.types import LoraSite, SiteTable
 
 
@@ -140,7 +142,7 @@ class AdapterInfo:
     state: str  # registered, host, device, errored, draining
     rank: int  # largest rank of its factors
     host_bytes: int
-    device_bytes: int  # what it takes in the arena
+    device_bytes: int  # what it takes in the arena, extras included
     slot: int  # -1: not on the device
     error: str | None = None
     warnings: tuple[str, ...] = ()
@@ -156,6 +158,9 @@ class BatchView:
     use_virtual_experts: bool = True
 
 
+NO_EXTRAS: dict[int, list[tuple[int, SiteExtra]]] = {}
+
+
 @dataclass
 class LoraState:
     """What LoRA-aware layers of one model read: the tables of all sites and this step's view.
@@ -165,7 +170,11 @@ class LoraState:
     """
 
     tables: tuple[SiteTable, ...] | None = None
+    # Extras of the adapters on the device by slot; the pool's own, updated in place.
+    installed: Mapping[int, SiteExtras] = field(default_factory=dict)
     view: BatchView | None = None
+    # Of this step's adapters, (slot, extra) by site index; empty for nearly every step.
+    extras: Mapping[int, list[tuple[int, SiteExtra]]] = field(default_factory=dict)
     cache: dict[object, object] = field(
         default_factory=dict
     )  # routings of this step; cleared with `view`
@@ -173,4 +182,13 @@ class LoraState:
     def set_view(self, view: BatchView | None) -> None:
         """Begin a step: `view` for the layers, and no routing of the step before."""
         self.view = view if view is not None and view.active_slots else None
+        self.extras = self._extras() if self.installed and self.view is not None else NO_EXTRAS
         self.cache.clear()
+
+    def _extras(self) -> dict[int, list[tuple[int, SiteExtra]]]:
+        assert self.view is not None
+        found: dict[int, list[tuple[int, SiteExtra]]] = {}
+        for slot in self.view.active_slots:
+            for site, extra in self.installed.get(slot, {}).items():
+                found.setdefault(site, []).append((slot, extra))
+        return found

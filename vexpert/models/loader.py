@@ -94,6 +94,13 @@ def serve(
     )
 
 
+def find_targets(model: Any, text: Any, max_rank: int) -> TargetMap:
+    """Targets of `model`, which may lie on the meta device; the model is of no use afterwards."""
+    layers = experts.attach_experts(model)
+    seen = _observe(model, _cache_name(model), text.num_hidden_layers, layers)
+    return build_targets(model, seen, layers, text.model_type, max_rank)
+
+
 def _cache_name(model: Any) -> str:
     """`cache`, or `past_key_values` in older versions of transformers."""
     known = inspect.signature(model.forward).parameters

@@ -1,5 +1,6 @@
 """A transformers model as the engine sees it: facts, targets, cache and forward."""
 
+import functools
 from dataclasses import dataclass
 from typing import Any
 
@@ -27,6 +28,15 @@ class TransformersModel:
     cache: StepCache
     cache_name: str  # the model's keyword for its cache
     block_size: int = 0
+
+    @functools.cached_property
+    def _parameters(self) -> dict[str, torch.Tensor]:
+        named: dict[str, torch.Tensor] = dict(self.model.named_buffers(remove_duplicate=False))
+        return named | dict(self.model.named_parameters(remove_duplicate=False))
+
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """A parameter or buffer of the model by its name in transformers; None: there is none."""
+        return self._parameters.get(name)
 
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Allocate the KV cache of every layer; called once."""
@@ -67,6 +77,7 @@ class TransformersModel:
             return
         slots = plan.context_slots(kind, view.slots)
         self.context_lora.tables = self.lora.tables
+        self.context_lora.installed = self.lora.installed
         self.context_lora.set_view(
             BatchView(slots, view.logit_slots, view.active_slots, view.use_virtual_experts)
         )

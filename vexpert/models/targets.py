@@ -49,7 +49,8 @@ def build_targets(
             targets[path] = _linear_target(path, module.weight, sites)
         elif type(module) is nn.Embedding and module.max_norm is None:
             targets[path] = _embedding_target(path, module, sites)
-    return TargetMap(model_type, type(model).__name__, targets, tuple(sites.made))
+    shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
+    return TargetMap(model_type, type(model).__name__, targets, tuple(sites.made), shapes)
 
 
 def _is_linear(path: str, module: nn.Module, probe: Probe) -> bool:

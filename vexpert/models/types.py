@@ -49,5 +49,8 @@ class ServedModel(Protocol):
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         """Allocate the KV cache of every layer; called once."""
 
+    def parameter(self, name: str) -> torch.Tensor | None:
+        """A parameter or buffer of the model by its name in transformers; None: there is none."""
+
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [n, vocab_size] float32 of `step.logit_rows`; writes the step's KV in place."""

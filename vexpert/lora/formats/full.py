@@ -126,13 +126,13 @@ def _kinds(path: str, piece: Piece, targets: TargetMap) -> set[str]:
     elif _is_head(path):
         kinds.add("full_lm_head")
     elif isinstance(target, LinearTarget):
-        kinds.add("full_router" if _is_router(path, targets) else "full_linear")
+        kinds.add("full_router" if is_router(path, targets) else "full_linear")
     else:
         kinds.add("full_other")
     return kinds
 
 
-def _is_router(path: str, targets: TargetMap) -> bool:
+def is_router(path: str, targets: TargetMap) -> bool:
     """A Linear beside an experts module, with one output per expert."""
     parent, _, leaf = path.rpartition(".")
     experts, router = targets.targets.get(f"{parent}.experts"), targets.targets[path]

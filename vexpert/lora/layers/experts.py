@@ -4,7 +4,8 @@ from collections.abc import Callable
 
 import torch
 
-from vexpert.lora.layers.rows import RowGroups, SiteDelta
+from vexpert.lora.layers.groups import RowGroups
+from vexpert.lora.layers.rows import SiteDelta
 from vexpert.lora.types import BatchView, ExpertsTarget, LoraState
 from vexpert.moe.types import MoeHooks, PairRows
 from vexpert.ops.backend import LoraBackend

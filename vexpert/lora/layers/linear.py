@@ -49,7 +49,7 @@ class LoraLinear(nn.Linear):
         if view is not None and self.delta.is_adapted(view):
             groups = self.delta.shared_group(view, self.rows_key, self.slots(view))
             rows = x.reshape(-1, self.in_features)
-            self.delta.add(view, groups, rows, y.view(-1, self.out_features))
+            self.delta.add(view, groups, rows, y.view(-1, self.out_features), bias=self.bias)
         return y
 
 

@@ -36,14 +36,15 @@ class _AddToLogits(TorchFunctionMode):
         result = func(*args, **(kwargs or {}))
         if func is functional.linear:
             self.calls += 1
-            self._add(args[0] if args else (kwargs or {})["input"], result)
+            given = dict(zip(("input", "weight", "bias"), args, strict=False)) | dict(kwargs or {})
+            self._add(given["input"], given.get("bias"), result)
         return result
 
-    def _add(self, x: torch.Tensor, y: torch.Tensor) -> None:
+    def _add(self, x: torch.Tensor, bias: torch.Tensor | None, y: torch.Tensor) -> None:
         site = self.delta.site
         groups = self.delta.shared_group(self.view, TOKENS, self.view.slots)
         rows = x.reshape(-1, site.in_features)
-        self.delta.add(self.view, groups, rows, y.view(-1, site.out_features))
+        self.delta.add(self.view, groups, rows, y.view(-1, site.out_features), bias=bias)
 
 
 def wrap_router(

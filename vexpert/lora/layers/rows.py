@@ -1,22 +1,14 @@
-"""The rows of an activation matrix, grouped by adapter once for every site that has them."""
+"""What all LoRA layers share: one site's deltas, added to the rows of its output."""
 
 from collections.abc import Hashable
-from dataclasses import dataclass
 
 import torch
 
+from vexpert.lora.layers.extras import apply_extras
+from vexpert.lora.layers.groups import RowGroups
 from vexpert.lora.types import BatchView, LoraState
-from vexpert.ops.backend import LoraBackend, Routing
+from vexpert.ops.backend import LoraBackend
 from vexpert.ops.types import LoraSite, SiteTable
-
-
-@dataclass(frozen=True)
-class RowGroups:
-    """Slot and expert of each row, and the routing over them (None on the classic path)."""
-
-    slots: torch.Tensor  # [R] int64, -1: base
-    experts: torch.Tensor | None  # [R] int64; None: a dense layer
-    routing: Routing | None
 
 
 class SiteDelta:
@@ -35,10 +27,10 @@ class SiteDelta:
     def is_adapted(self, view: BatchView) -> bool:
         """Whether an active slot adapts this site; decided on the host."""
         ranks = self.table.host_rank
-        for slot in view.active_slots:  # noqa: SIM110 (half the time of any(), in every layer)
+        for slot in view.active_slots:  # half the time of any(), in every layer
             if ranks[slot]:
                 return True
-        return False
+        return self.site.index in self.state.extras
 
     def group(
         self, view: BatchView, slots: torch.Tensor, experts: torch.Tensor | None
@@ -65,8 +57,26 @@ class SiteDelta:
         x: torch.Tensor,
         y: torch.Tensor,
         x_rows: torch.Tensor | None = None,
+        bias: torch.Tensor | None = None,
     ) -> None:
         """Add to y [R, out] in place the delta of x [R or fewer, in]; `x_rows` [R]: rows of x.
+
+        Extras of the step's adapters follow; `bias` [out] is what the base added to y.
+        """
+        self._add_factors(view, groups, x, y, x_rows)
+        if self.state.extras:
+            extras = self.state.extras.get(self.site.index, ())
+            apply_extras(extras, groups, x, y, x_rows, bias)
+
+    def _add_factors(
+        self,
+        view: BatchView,
+        groups: RowGroups,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        x_rows: torch.Tensor | None,
+    ) -> None:
+        """B A x added to y in place.
 
         Computes in the arena's dtype whatever those of x and y are (routers may run in float32).
         """
@@ -74,7 +84,7 @@ class SiteDelta:
         dtype = table.arena.dtype
         if x.dtype is not dtype or y.dtype is not dtype:
             delta = torch.zeros_like(y, dtype=dtype)
-            self.add(view, groups, x.to(dtype), delta, x_rows)
+            self._add_factors(view, groups, x.to(dtype), delta, x_rows)
             y.add_(delta)
         elif groups.routing is not None:
             self.backend.apply(x, y, self.site, table, groups.routing, x_rows)
