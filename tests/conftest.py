@@ -5,6 +5,8 @@ import os
 import pytest
 import torch
 
+# Tests load nothing from a hub; a look-up there would only wait for its retries.
+os.environ["HF_HUB_OFFLINE"] = "1"
 # Triton reads this when it is imported, which happens with the first kernel module.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"

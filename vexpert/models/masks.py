@@ -43,17 +43,19 @@ class UnknownMask:
     name: str
 
 
-def identify(mask_function: Callable[..., Any], local_size: int | None) -> MaskKind | UnknownMask:
+def identify(
+    mask_function: Callable[..., Any], local_size: int | None, device: torch.device | None = None
+) -> MaskKind | UnknownMask:
     """The kind that equals transformers' `mask_function(batch, head, query, key)`.
 
     `local_size` is the window or chunk that comes with it. Both are compared on a grid around the
-    edges of the window.
+    edges of the window. `device`: where the function keeps tensors of its own.
     """
     size = local_size or 1
     steps = (0, 1, size - 1, size, size + 1, 2 * size - 1, 2 * size, 2 * size + 3)
-    query = torch.tensor(sorted(set(steps)))[:, None]
-    key = torch.arange(2 * size + 5)[None, :]
-    zero = torch.zeros(1, 1, dtype=torch.int64)
+    query = torch.tensor(sorted(set(steps)), device=device)[:, None]
+    key = torch.arange(2 * size + 5, device=device)[None, :]
+    zero = torch.zeros(1, 1, dtype=torch.int64, device=device)
     truth = torch.as_tensor(mask_function(zero, zero, query, key)).broadcast_to(
         query.shape[0], key.shape[1]
     )

@@ -124,10 +124,11 @@ def probe_mask(
     mask_function: Callable[..., Any],
     local_size: int | None = None,
     attention_mask: object = None,
+    device: torch.device | None = None,
     **kwargs: object,
 ) -> MaskKind | UnknownMask:
     """Stand-in of AttentionMaskInterface: the kind of mask instead of the mask."""
-    return identify(mask_function, local_size)
+    return identify(mask_function, local_size, device)
 
 
 @contextmanager

@@ -102,7 +102,7 @@ class NumbaBackend(TorchBackend):
 
 
 def _has_segments(routing: TorchRouting) -> bool:
-    """Whether virtual experts have enough rows on average for the split to pay (it takes 0.1 ms)."""
+    """Whether virtual experts have rows enough, on average, for the split (0.1 ms) to pay."""
     rows = len(routing.pairs.rows)
     if rows < SEGMENT_ROWS:
         return False
