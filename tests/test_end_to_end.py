@@ -14,7 +14,7 @@ GREEDY = SamplingParams(temperature=0, max_tokens=20)
 
 
 def make_llm(**options: object) -> LLM:
-    llm = LLM(dtype="float32", max_num_seqs=64, **options)
+    llm = LLM(dtype="float32", device="cpu", max_num_seqs=64, **options)
     for name, path in vexpert.demo.adapter_paths().items():
         llm.load_adapter(name, str(path))
     return llm
@@ -67,7 +67,7 @@ def test_two_slots_serve_four_adapters() -> None:
 
 def test_a_reloaded_name_answers_with_the_new_version() -> None:
     paths = vexpert.demo.adapter_paths()
-    llm = LLM(dtype="float32")
+    llm = LLM(dtype="float32", device="cpu")
     llm.load_adapter("x", str(paths["upper"]))
     assert ask(llm, ["hello"], ["x"]) == ["HELLO"]
     llm.load_adapter("x", str(paths["reverse"]), load_inplace=True)

@@ -16,7 +16,7 @@ from vexpert.ops.types import LoraSite, OutputSlice, SiteTable
 
 # Multiplications from which the rows are shared out over threads: waking them takes about 5 us,
 # in which one thread does about this many (measured on 2 cores).
-PARALLEL_WORK = 1 << 16
+PARALLEL_WORK = 1 << 20
 _NO_ROWS = np.empty(0, dtype=np.int64)
 # One of numba's threading layers must not be entered by two threads at once.
 _lock = threading.Lock()
