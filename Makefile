@@ -33,8 +33,9 @@ lint: .venv/.dev
 types: .venv/.dev
 	.venv/bin/mypy
 
+# Two processes of one thread each: threads of two test processes would wait for one another.
 unit: .venv/.dev
-	.venv/bin/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 NUMBA_NUM_THREADS=2 .venv/bin/python -m pytest -n 2 --dist loadgroup $(ARGS)
 
 format: .venv/.dev
 	.venv/bin/ruff format .

@@ -8,6 +8,7 @@ the contenders take turns within each round, so that a slow minute of the machin
 
 import argparse
 import json
+import os
 import statistics
 import subprocess
 import tempfile
@@ -15,6 +16,10 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+
+# Before torch: threads that spin for milliseconds at each barrier, OpenMP's default, slow every
+# contender many times over as soon as anything else uses a core.
+os.environ.setdefault("GOMP_SPINCOUNT", "20000")
 
 import torch
 from peft import LoraConfig, PeftModel, get_peft_model
