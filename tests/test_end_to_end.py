@@ -4,9 +4,9 @@ import random
 from collections.abc import Iterator
 
 import pytest
-import vexpert.demo
 from helpers_demo import NAMES, expected, random_words
 
+import vexpert.demo
 from vexpert import LLM, SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError
 
