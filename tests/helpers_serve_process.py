@@ -7,6 +7,7 @@ from helpers_server import BASE, NAMES, FakeEngine
 
 from vexpert.cli import main, serve
 from vexpert.config import EngineConfig
+from vexpert.demo import adapter_paths
 
 
 def fake_engine(config: EngineConfig, modules: list[serve.LoraModule]) -> Any:
@@ -17,7 +18,8 @@ def fake_engine(config: EngineConfig, modules: list[serve.LoraModule]) -> Any:
 
 
 def demo(config: EngineConfig, modules: list[serve.LoraModule], names: list[str]) -> Any:
-    bundled = [serve.LoraModule(name, "bundled") for name in NAMES]
+    paths = adapter_paths()
+    bundled = [serve.LoraModule(name, str(paths[name])) for name in NAMES]
     return config, [*bundled, *modules], tuple(names) or (BASE,)
 
 

@@ -68,10 +68,22 @@ def test_base_and_mixed_adapters(llm: type[FakeLLM], capsys: pytest.CaptureFixtu
     (made,) = SEEN
     assert made.options["max_loras"] == 2
     assert made.loaded == {"a": "x", "b": "y"}
-    assert [run.adapters for run in made.runs] == [[None] * 4] * 2 + [["a", "b", "a", "b"]] * 2
+    assert [run.adapters for run in made.runs] == [[None] * 4, ["a", "b", "a", "b"]] * 2
     prompts = [prompt for run in made.runs for prompt in run.prompts]
     assert len(set(prompts)) == len(prompts) == 16  # no run finds another's prefixes
     assert {len(prompt) for prompt in prompts} == {6}
+
+
+def test_the_median_round_counts(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    # Seconds of base, mixed, base, mixed, base, mixed; each makes 4 x 3 tokens.
+    times = iter([0, 1, 0, 9, 0, 4, 0, 6, 0, 3, 0, 2])
+    monkeypatch.setattr("vexpert.cli.bench.throughput.time.perf_counter", lambda: next(times))
+    assert main([*WORDS, "--repeats", "3", "--lora-modules", "a=x"]) == 0
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert result["base_tokens_per_second"] == 4  # 12 / 3
+    assert result["mixed_tokens_per_second"] == 2  # 12 / 6
 
 
 def test_without_adapters_there_is_no_mixed_line(

@@ -4,10 +4,12 @@ import json
 from typing import Any
 
 import pytest
-from helpers_server import BASE, NAMES, RunningServer, right_answer
+from helpers_server import BASE, NAMES, RunningServer, make_fake_engine, right_answer, serving
 
 from vexpert.cli.bench.report import percentile
+from vexpert.cli.client import base_url
 from vexpert.cli.main import main
+from vexpert.server.options import ServerOptions
 
 pytest_plugins = ["helpers_server_fixtures"]
 
@@ -26,6 +28,37 @@ def test_once_prints_the_answer(
 ) -> None:
     assert main(["chat", "--url", server.url, "--once", "hello", *model]) == 0
     assert capsys.readouterr().out == f"{answer}\n"
+
+
+@pytest.mark.parametrize(
+    "text", ["127.0.0.1:8123", "http://127.0.0.1:8123/", "127.0.0.1:8123/v1", "127.0.0.1:8123/v1/"]
+)
+def test_addresses_as_people_write_them(text: str) -> None:
+    assert base_url(text) == "http://127.0.0.1:8123"
+    assert base_url(f"https://{text.removeprefix('http://')}") == "https://127.0.0.1:8123"
+
+
+def test_an_address_without_a_scheme_is_reached(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    url = server.url.removeprefix("http://") + "/v1"
+    assert main(["chat", "--url", url, "--once", "hello"]) == 0
+    assert main(["bench", "serve", "--url", url, "--num-prompts", "1"]) == 0
+    assert capsys.readouterr().out.startswith("hello\n")
+
+
+def test_the_key_of_the_environment(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(make_fake_engine(), ServerOptions((BASE,), api_keys=("secret",))) as server:
+        words = ["chat", "--url", server.url, "--once", "hello"]
+        monkeypatch.delenv("OPENAI_API_KEY", raising=False)
+        assert main(words) == 2
+        assert "401" in (told := capsys.readouterr().err)
+        assert "give --api-key or set OPENAI_API_KEY" in told
+        monkeypatch.setenv("OPENAI_API_KEY", "secret")
+        assert main(words) == 0
+        assert main([*words, "--api-key", "wrong"]) == 2  # the option comes first
 
 
 def test_an_unknown_model_is_told(
@@ -47,6 +80,8 @@ def test_a_conversation(
             "/use nobody",
             "/models",
             "/compare abc",
+            "/use",
+            "/compare ",
             "/fly",
             "/new",
         ]
@@ -67,7 +102,10 @@ def test_a_conversation(
     assert f"  {BASE}  base model" in shown
     assert "* upper  adapter" in shown
     assert "bcd" in shown  # shift's cell of the table
+    assert "usage: /use NAME" in shown
+    assert "usage: /compare WORDS" in shown
     assert "no command /fly" in shown
+    assert shown.count("/quit ") == 1  # the commands, after /fly alone
 
 
 def test_history_is_sent(fake: Any, fake_server: RunningServer, monkeypatch: Any) -> None:

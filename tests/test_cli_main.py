@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import os
 import subprocess
 import sys
 
@@ -11,7 +12,10 @@ from vexpert import __version__
 from vexpert.cli.main import COMMANDS, build_parser, main
 from vexpert.cli.parser import engine_config
 from vexpert.cli.serve import LoraModule, lora_module
+from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
+
+SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
 
 def parse(*words: str) -> argparse.Namespace:
@@ -78,6 +82,13 @@ def test_a_bad_lora_module(text: str) -> None:
         (["serve", "--max-loras", "many"], "invalid int value"),
         (["serve", "--dtype", "int3"], "int3"),
         (["serve", "--max-lora", "3"], "did you mean --max-loras?"),
+        (["serve", "--prot", "1"], "did you mean --port?; see vexpert serve --help"),
+        (["chat", "--port", "8123"], "--port 8123; did you mean --url?; see vexpert chat --help"),
+        (["bench", "serve", "--port=8123"], "did you mean --url?; see vexpert bench serve --help"),
+        (["collect-env", "--port"], "arguments: --port; see vexpert collect-env --help"),
+        (["--fly", "collect-env"], "arguments: --fly; see vexpert --help"),
+        (["sevre"], "did you mean serve?; see vexpert --help"),
+        (["serve", "--dtype", "float31"], "did you mean float32?"),
         (["serve", "--tensor-parallel-size", "2"], "tensor_parallel_size=2"),
         (["serve", "--lora-modules", "x"], "NAME=PATH"),
         (["serve", "--port", "70000"], "port=70000"),
@@ -141,6 +152,48 @@ def test_collect_env_names_what_is_there_and_what_is_missing(
     assert facts["gpu"].startswith("unknown")
     assert facts["torch"][0].isdigit()
     assert facts["memory"].endswith("GiB")
+
+
+@pytest.mark.parametrize(
+    ("given", "kept"),
+    [
+        ({}, "20000"),
+        ({"GOMP_SPINCOUNT": "7"}, "7"),
+        ({"OMP_WAIT_POLICY": "active"}, None),
+    ],
+)
+def test_threads_sleep_soon_unless_the_environment_says_otherwise(
+    monkeypatch: pytest.MonkeyPatch, given: dict[str, str], kept: str | None
+) -> None:
+    monkeypatch.setattr(os, "environ", given)
+    limit_spinning()
+    assert os.environ.get("GOMP_SPINCOUNT") == kept
+
+
+@pytest.mark.parametrize(
+    "words",
+    [
+        ["serve", "--host", "no.such.host.invalid"],
+        ["bench", "throughput", "/no/such/model", "--device", "cpu"],
+        ["adapter", "check", "/no/such/adapter", "--model", "/no/such/model"],
+    ],
+)
+def test_spinning_is_limited_before_torch_is_imported(words: list[str]) -> None:
+    code = (
+        "import importlib.abc, os, sys; VARIABLE = 'GOMP_SPINCOUNT'\n"
+        "class Watch(importlib.abc.MetaPathFinder):\n"
+        "    def find_spec(self, name, path, target=None):\n"
+        "        if name == 'torch': sys.exit(f'limit {os.environ.get(VARIABLE)}')\n"
+        "sys.meta_path.insert(0, Watch())\n"
+        "from vexpert.cli.main import main\n"
+        f"main({words})\n"
+        "import torch"  # where the command itself ends before it
+    )
+    environment = {k: v for k, v in os.environ.items() if k not in SPINNING}
+    done = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment
+    )
+    assert done.stderr.splitlines()[-1] == "limit 20000"
 
 
 def test_every_command_runs_from_its_module() -> None:

@@ -11,15 +11,16 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers_serve_process import fake_engine
 
 import vexpert
 from vexpert.cli import serve
 from vexpert.cli.main import main
 from vexpert.config import EngineConfig
+from vexpert.demo import adapter_paths
 from vexpert.errors import ConfigError, ModelError, RequestError
 from vexpert.server.defaults import sampling_defaults
 
+UPPER = str(adapter_paths()["upper"])
 SCRIPT = Path(__file__).with_name("helpers_serve_process.py")
 # The tests' own copy of the package, installed or not.
 ENVIRONMENT = os.environ | {"PYTHONPATH": str(Path(vexpert.__file__).parents[1])}
@@ -56,7 +57,7 @@ def ready(process: "subprocess.Popen[str]") -> tuple[str, str, str]:
 
 
 def test_ready_answers_and_ends_on_a_signal(start: Start) -> None:
-    process = start("--port", "0", "--api-key", "secret", "--lora-modules", "more=bundled")
+    process = start("--port", "0", "--api-key", "secret", "--lora-modules", f"more={UPPER}")
     url, model, adapters = ready(process)
     assert (model, adapters) == ("vexpert-demo", "5")
     headers = {"Authorization": "Bearer secret"}
@@ -97,14 +98,50 @@ def test_a_port_in_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:
     assert shown.err.count("\n") == 1
 
 
-def test_an_adapter_that_is_none_ends_the_boot(
-    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+@pytest.mark.parametrize("host", ["192.0.2.1", "no-such-host.invalid"])
+def test_an_address_of_another_machine_is_told(
+    host: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(serve, "build_engine", fake_engine)
+    assert main(["serve", "--host", host, "--port", "0"]) == 1
+    shown = capsys.readouterr().err
+    assert shown.startswith(f"error: {host}:0: ")
+    assert "--host" in shown
+    assert "--port" not in shown
+    assert shown.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("model", "words", "told"),
+    [
+        ("folder", ["x=/no/such/folder"], "/no/such/folder: no such folder"),
+        ("folder", [f"x={Path(__file__).parent}"], f"{Path(__file__).parent}: no adapter_config"),
+        ("folder", [f"x={UPPER}", f"x={UPPER}"], "adapter 'x' is given twice"),
+        ("folder", [f"folder={UPPER}"], "adapter 'folder' has the base model's name"),
+        ("", [f"vexpert-demo={UPPER}"], "adapter 'vexpert-demo' has the base model's name"),
+        ("", [f"me={UPPER}", "--served-model-name", "you", "me"], "adapter 'me' has the base"),
+    ],
+)
+def test_bad_lora_modules_end_the_boot_before_the_model_loads(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    model: str,
+    words: list[str],
+    told: str,
+) -> None:
+    monkeypatch.setattr(serve, "build_engine", lambda *_: pytest.fail("the model is loaded"))
     monkeypatch.setattr(serve, "_set_up_logging", lambda level: None)
-    words = ["serve", "folder", "--port", "0", "--lora-modules", "x=/no/such/folder"]
-    assert main(words) == 2
-    assert capsys.readouterr().err.startswith("error: /no/such/folder")
+    assert main(["serve", model, "--port", "0", "--lora-modules", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: {told}")
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+
+
+def test_a_bundled_adapter_may_be_given_anew() -> None:
+    modules = [serve.LoraModule("sort", UPPER)]
+    _, modules, names = serve.resolve_model(EngineConfig(), modules, [])
+    serve.check_modules(modules, names)
+    assert [module.path for module in modules if module.name == "sort"] == [UPPER]
+    assert names == ("vexpert-demo",)
 
 
 def test_adapters_without_lora_are_a_contradiction() -> None:

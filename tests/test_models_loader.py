@@ -112,7 +112,7 @@ def test_long_rope_stops_at_its_original_length(tmp_path: Path) -> None:
 
 
 def test_no_such_model(tmp_path: Path) -> None:
-    with pytest.raises(ModelError, match="no config"):
+    with pytest.raises(ModelError, match="does not exist"):
         load_model(config_of(tmp_path / "nowhere"))
 
 
@@ -159,3 +159,16 @@ def test_bad_device(tmp_path: Path, device: str) -> None:
 def test_no_tokenizer(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="no tokenizer"):
         load_tokenizer(config_of(saved(tmp_path)))
+
+
+@pytest.mark.parametrize("name", ["/no/such/model", "./nowhere", "../nowhere", "~/nowhere"])
+def test_a_path_without_a_folder(name: str) -> None:
+    with pytest.raises(ModelError, match="the folder does not exist") as caught:
+        load_model(EngineConfig(model=name, device="cpu"))
+    assert "Repo id" not in str(caught.value)
+
+
+def test_an_adapter_in_place_of_a_model(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").write_text("{}")
+    with pytest.raises(ModelError, match="an adapter, not a model: serve its base model with"):
+        load_model(config_of(tmp_path))

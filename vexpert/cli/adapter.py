@@ -6,6 +6,7 @@ import json
 import re
 from typing import TYPE_CHECKING, Any
 
+from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 
 if TYPE_CHECKING:
@@ -75,6 +76,7 @@ def _inspect(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _check(args: argparse.Namespace, options: dict[str, Any]) -> int:
+    limit_spinning()
     from vexpert.engine.check import check_adapter
 
     options |= {"prompts": args.prompt or None, "device": args.device}

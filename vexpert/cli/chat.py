@@ -4,6 +4,7 @@ import argparse
 import asyncio
 from typing import TYPE_CHECKING, Any
 
+from vexpert.cli.parser import add_client_options
 from vexpert.errors import RequestError, VexpertError
 
 if TYPE_CHECKING:
@@ -18,10 +19,14 @@ HELP = """/models         names this server knows
 /quit           leave"""
 
 
+def _usage(command: str) -> str:
+    """The line of HELP about one command."""
+    return "usage: " + next(line for line in HELP.splitlines() if line.startswith(command))
+
+
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `vexpert chat`."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server to talk to")
-    parser.add_argument("--api-key", metavar="KEY", help="key of the server")
+    add_client_options(parser, "talk to")
     parser.add_argument("--model", metavar="NAME", help="default: the base model")
     parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
@@ -122,6 +127,8 @@ class Chat:
                 self._turns = []
             case "/models":
                 await self._show_models(console)
+            case "/use" | "/compare" if not rest.strip():
+                console.print(_usage(command), markup=False, highlight=False)
             case "/use":
                 await self.check_model(rest.strip())
                 self.model = rest.strip()

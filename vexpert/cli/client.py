@@ -2,6 +2,7 @@
 
 import asyncio
 import json
+import os
 import time
 from collections.abc import AsyncIterator, Callable
 from dataclasses import dataclass, field
@@ -53,15 +54,28 @@ class Reply:
         )
 
 
+def base_url(text: str) -> str:
+    """The server's address as people write it: without a scheme, or with the /v1 of clients."""
+    url = text.rstrip("/").removesuffix("/v1")
+    return url if "://" in url else f"http://{url}"
+
+
 class Client:
-    """Calls of one server. Errors are ConfigError (unreachable) or RequestError (refused)."""
+    """Calls of one server. Errors are ConfigError (unreachable) or RequestError (refused).
+
+    Without `api_key`, the environment's OPENAI_API_KEY is sent if it is set.
+    """
 
     def __init__(self, url: str, api_key: str | None = None) -> None:
+        api_key = api_key or os.environ.get("OPENAI_API_KEY")
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
-        self._url = url
+        self._url = base_url(url)
         self._http = httpx.AsyncClient(
-            base_url=url, headers=headers, timeout=httpx.Timeout(600, connect=5), limits=limits
+            base_url=self._url,
+            headers=headers,
+            timeout=httpx.Timeout(600, connect=5),
+            limits=limits,
         )
 
     async def __aenter__(self) -> "Client":
@@ -127,7 +141,8 @@ def _check(status: int, text: str) -> None:
         message = json.loads(text)["error"]["message"]
     except (ValueError, KeyError, TypeError):
         message = text[:200]
-    raise RequestError(f"the server answers {status}: {message}")
+    remedy = "; give --api-key or set OPENAI_API_KEY" if status == 401 else ""
+    raise RequestError(f"the server answers {status}: {message}{remedy}")
 
 
 async def _chunks(response: httpx.Response) -> AsyncIterator[dict[str, Any]]:

@@ -2,8 +2,10 @@
 
 import argparse
 import dataclasses
+import re
 import types
 import typing
+from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
@@ -16,6 +18,9 @@ GROUP_TITLES = {
     "lora": "adapters",
 }
 
+# Options of the server that its clients have under another name.
+OTHER_FLAGS = {"--port": ("--url",), "--host": ("--url",)}
+
 
 class Parser(argparse.ArgumentParser):
     """Errors are one line on stderr and exit code 2."""
@@ -24,24 +29,32 @@ class Parser(argparse.ArgumentParser):
         options = {"formatter_class": HelpFormatter, "allow_abbrev": False, **options}
         super().__init__(*args, **options)
 
+    def parse_known_args(  # type: ignore[override]
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[argparse.Namespace, list[str]]:
+        """As argparse does, but the parser of a subcommand refuses what it does not know.
+
+        argparse leaves that to the outermost parser, which knows no option of the subcommand.
+        """
+        parsed, unknown = super().parse_known_args(args, namespace)
+        if unknown:
+            self.error(f"unrecognized arguments: {' '.join(unknown)}")
+        return parsed, unknown
+
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}{self._hint(message)}; see {self.prog} --help\n")
 
     def _hint(self, message: str) -> str:
-        if not message.startswith("unrecognized arguments: "):
-            return ""
-        given = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
-        near = get_close_matches(given, _all_options(self), 1)
+        if message.startswith("unrecognized arguments: "):
+            given = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
+            known = list(self._option_string_actions)
+            near = [flag for flag in OTHER_FLAGS.get(given, ()) if flag in known]
+            near = near or get_close_matches(given, known if given.startswith("-") else [], 1)
+        elif wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
+            near = get_close_matches(wrong[1], re.findall(r"[\w.-]+", wrong[2]), 1)
+        else:
+            near = []
         return f"; did you mean {near[0]}?" if near else ""
-
-
-def _all_options(parser: argparse.ArgumentParser) -> list[str]:
-    """Options of a parser and of its commands."""
-    options = list(parser._option_string_actions)
-    for action in parser._actions:
-        if isinstance(action, argparse._SubParsersAction):
-            options += [name for sub in action.choices.values() for name in _all_options(sub)]
-    return options
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
@@ -54,6 +67,17 @@ class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
         if action.default is None or action.default is False or action.default in ("", []):
             return action.help
         return super()._get_help_string(action)
+
+
+def add_client_options(parser: argparse.ArgumentParser, purpose: str) -> None:
+    """The options --url and --api-key of a server's client."""
+    parser.add_argument("--url", default="http://127.0.0.1:8000", help=f"server to {purpose}")
+    # Not argparse's default, which --help would print.
+    parser.add_argument(
+        "--api-key",
+        metavar="KEY",
+        help="key of the server; default: OPENAI_API_KEY of the environment",
+    )
 
 
 def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, Any]:

@@ -2,24 +2,25 @@
 
 import argparse
 import dataclasses
+import errno
 import json
 import logging
+import socket
 import sys
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.parser import add_engine_options, engine_config
+from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger
 
 if TYPE_CHECKING:
-    import socket
-
     from vexpert.server.interface import EngineProtocol
     from vexpert.server.options import ServerOptions
 
-DEMO_NAME = "vexpert-demo"
 LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = get_logger(__name__)
 
@@ -67,7 +68,12 @@ def add_lora_modules(group: Any) -> None:
 def _add_server_options(group: Any) -> None:
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="0: a free one")
-    group.add_argument("--api-key", nargs="+", default=[], help="keys that requests must carry")
+    group.add_argument(
+        "--api-key",
+        nargs="+",
+        default=[],
+        help="keys that requests must carry, those for /metrics too",
+    )
     group.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="the base model's names"
     )
@@ -100,6 +106,7 @@ def run(args: argparse.Namespace) -> int:
     """Boot and serve until a signal; the exit code."""
     _check(args)
     config = engine_config(args)
+    limit_spinning()
 
     from vexpert.server.run import bind
 
@@ -123,17 +130,21 @@ def _check(args: argparse.Namespace) -> None:
 
 
 def _say_cannot_bind(args: argparse.Namespace, error: OSError) -> int:
-    remedy = "choose another with --port, or --port 0 for a free one"
+    if isinstance(error, socket.gaierror) or error.errno == errno.EADDRNOTAVAIL:
+        remedy = "give an address of this machine with --host, or --host 0.0.0.0 for all of them"
+    else:
+        remedy = "choose another with --port, or --port 0 for a free one"
     print(f"error: {args.host}:{args.port}: {error.strerror}; {remedy}", file=sys.stderr)
     return 1
 
 
-def _serve(args: argparse.Namespace, config: EngineConfig, bound: "socket.socket") -> int:
+def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket) -> int:
     from vexpert.server.app import create_app
     from vexpert.server.run import run as run_server
     from vexpert.server.run import url_of
 
     config, modules, names = resolve_model(config, args.lora_modules, args.served_model_name)
+    check_modules(modules, names or (config.model,))
     _print_config(config, args)
     engine = build_engine(config, modules)
     app = create_app(engine, _server_options(args, config, names))
@@ -155,6 +166,7 @@ def resolve_model(
     if config.model:
         return config, modules, tuple(names)
     from vexpert import demo
+    from vexpert.engine.boot import DEMO_NAME
 
     config = dataclasses.replace(config, model=str(demo.model_path()))
     given = {module.name for module in modules}
@@ -164,6 +176,22 @@ def resolve_model(
         if config.enable_lora and name not in given
     ]
     return config, [*bundled, *modules], tuple(names) or (DEMO_NAME,)
+
+
+def check_modules(modules: list[LoraModule], base_names: tuple[str, ...]) -> None:
+    """Raise ConfigError for what would be refused once the model is loaded, minutes later."""
+    seen: set[str] = set()
+    for module in modules:
+        folder, where = Path(module.path), f"(lora_modules: {module.name}={module.path})"
+        if not folder.is_dir():
+            raise ConfigError(f"{folder}: no such folder; give an adapter's folder {where}")
+        if not (folder / "adapter_config.json").is_file():
+            raise ConfigError(f"{folder}: no adapter_config.json in it; not an adapter {where}")
+        if module.name in base_names:
+            raise ConfigError(f"adapter {module.name!r} has the base model's name; rename it")
+        if module.name in seen:
+            raise ConfigError(f"adapter {module.name!r} is given twice; rename one of them")
+        seen.add(module.name)
 
 
 def build_engine(config: EngineConfig, modules: list[LoraModule]) -> "EngineProtocol":

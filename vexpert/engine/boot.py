@@ -15,6 +15,8 @@ from vexpert.models.types import ModelInfo, ServedModel
 
 logger = get_logger(__name__)
 
+DEMO_NAME = "vexpert-demo"  # what the bundled model is served as; its own name is a folder
+
 
 def load_served_model(config: EngineConfig) -> ServedModel:
     """The model that `config` names, with its weights on the device."""
@@ -42,9 +44,19 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
     info, weight = model.info, model.parameter
     reader = functools.partial(read_adapter, supported=SUPPORTED, base_weight=weight)
     manager: AdapterSource = AdapterManager(
-        model.targets, model.lora, config, info.device, info.dtype, reader, base_weight=weight
+        *(model.targets, model.lora, config, info.device, info.dtype, reader),
+        reserved=_base_names(config, info),
+        base_weight=weight,
     )
     return manager
+
+
+def _base_names(config: EngineConfig, info: ModelInfo) -> frozenset[str]:
+    """The names that mean the base model."""
+    from vexpert.demo import model_path
+
+    is_demo = config.model in ("", str(model_path()))
+    return frozenset({info.name, DEMO_NAME} if is_demo else {info.name})
 
 
 def decide_max_model_len(config: EngineConfig, info: ModelInfo) -> int:

@@ -1,6 +1,8 @@
 """From a name or folder to a transformers model on the device, with its weights."""
 
 import importlib.util
+import os
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -14,6 +16,7 @@ from vexpert.log import get_logger
 logger = get_logger(__name__)
 
 MIN_VOCAB = 8  # fewer tokens than any text needs
+PATH_PREFIXES = ("/", "./", "../", "~")  # no Hugging Face name starts so
 
 
 def model_source(config: EngineConfig) -> str:
@@ -28,6 +31,7 @@ def model_source(config: EngineConfig) -> str:
 def read_config(config: EngineConfig) -> Any:
     """The checkpoint's transformers config; ModelError if there is none that transformers knows."""
     source = model_source(config)
+    _check_folder(source)
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
@@ -35,6 +39,24 @@ def read_config(config: EngineConfig) -> Any:
             f"model {source!r} has no config that transformers can read: {error}; give a folder "
             "with config.json and safetensors, or a Hugging Face name"
         ) from error
+
+
+def _check_folder(source: str) -> None:
+    """ModelError if `source` is a path without a folder, or the folder of an adapter."""
+    folder = Path(source)
+    if not folder.is_dir():
+        if source.startswith(PATH_PREFIXES) or os.path.isabs(source):
+            more = "write ~ out in full, or " if source.startswith("~") else ""
+            raise ModelError(
+                f"model {source!r}: the folder does not exist; {more}give a folder with "
+                "config.json and safetensors, or a Hugging Face name"
+            )
+        return
+    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
+        raise ModelError(
+            f"model {source!r}: this is an adapter, not a model: serve its base model with "
+            "--lora-modules NAME=PATH"
+        )
 
 
 def read_tokenizer(config: EngineConfig) -> Any:

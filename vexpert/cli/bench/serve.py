@@ -7,6 +7,7 @@ import time
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.bench.report import heading, json_line, row, summary
+from vexpert.cli.parser import add_client_options
 from vexpert.errors import ConfigError, VexpertError
 
 if TYPE_CHECKING:
@@ -22,8 +23,7 @@ LABELS = {
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `vexpert bench serve`."""
-    parser.add_argument("--url", default="http://127.0.0.1:8000", help="server to measure")
-    parser.add_argument("--api-key", metavar="KEY", help="key of the server")
+    add_client_options(parser, "measure")
     parser.add_argument("--models", nargs="+", metavar="NAME", help="drawn at random; default: all")
     parser.add_argument("--num-prompts", type=int, default=100, metavar="N", help="requests")
     parser.add_argument("--input-len", type=int, default=32, metavar="N", help="prompt tokens")

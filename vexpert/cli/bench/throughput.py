@@ -2,12 +2,15 @@
 
 import argparse
 import random
+import statistics
 import time
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.bench.report import json_line
 from vexpert.cli.parser import add_engine_options, engine_config
 from vexpert.cli.serve import LoraModule, add_lora_modules, resolve_model
+from vexpert.cli.threads import limit_spinning
 from vexpert.errors import ConfigError
 
 if TYPE_CHECKING:
@@ -24,7 +27,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--input-len", type=int, default=32, metavar="N", help="prompt tokens")
     group.add_argument("--output-len", type=int, default=32, metavar="N", help="tokens to make")
     group.add_argument("--adapters", type=int, metavar="N", help="to mix; default: all given")
-    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the best one counts")
+    group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
     parser.usage = "vexpert bench throughput [MODEL] [options]"
     add_lora_modules(add_engine_options(parser)["lora"])
 
@@ -37,6 +40,8 @@ def run(args: argparse.Namespace) -> int:
     config, modules, _ = resolve_model(engine_config(args), args.lora_modules, [])
     modules = _chosen(modules, args.adapters)
 
+    limit_spinning()
+
     import dataclasses
 
     from vexpert import LLM
@@ -44,18 +49,17 @@ def run(args: argparse.Namespace) -> int:
     llm = LLM(**dataclasses.asdict(config))
     for module in modules:
         llm.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
-    prompts = _prompts(args, llm)
+    base, mixed = _medians(args, llm, [module.name for module in modules])
     result = {
         "num_prompts": args.num_prompts,
         "input_len": args.input_len,
         "output_len": args.output_len,
         "adapters": len(modules),
-        "base_tokens_per_second": _best(args, llm, prompts, [None]),
+        "base_tokens_per_second": base,
     }
-    print(f"base:  {result['base_tokens_per_second']:.1f} generated tokens/s")
-    if modules:
-        mixed = _best(args, llm, prompts, [module.name for module in modules])
-        share = mixed / result["base_tokens_per_second"]
+    print(f"base:  {base:.1f} generated tokens/s")
+    if mixed is not None:
+        share = mixed / base
         print(
             f"mixed: {mixed:.1f} generated tokens/s, {len(modules)} adapters, {share:.0%} of base"
         )
@@ -83,21 +87,29 @@ def _prompts(args: argparse.Namespace, llm: "LLM") -> list[list[dict[str, Any]]]
     return [[prompt() for _ in range(args.num_prompts)] for _ in range(2 * args.repeats)]
 
 
-def _best(
-    args: argparse.Namespace,
-    llm: "LLM",
-    prompts: list[list[dict[str, Any]]],
-    names: list[Any],
+def _medians(args: argparse.Namespace, llm: "LLM", names: list[str]) -> tuple[float, float | None]:
+    """Median generated tokens/s of the base rounds and, with `names`, of the mixed rounds.
+
+    The two take turns, so that a slow phase of the machine hits both.
+    """
+    prompts = _prompts(args, llm)
+    base, mixed = [], []
+    for _ in range(args.repeats):
+        base.append(_tokens_per_second(args, llm, prompts.pop(), [None]))
+        if names:
+            mixed.append(_tokens_per_second(args, llm, prompts.pop(), names))
+    return statistics.median(base), statistics.median(mixed) if mixed else None
+
+
+def _tokens_per_second(
+    args: argparse.Namespace, llm: "LLM", prompts: list[dict[str, Any]], names: Sequence[str | None]
 ) -> float:
-    """Generated tokens/s of the fastest run, prompts included; consumes `prompts` from the end."""
+    """Generated tokens/s of one run over `prompts`, the prompts' own time included."""
     from vexpert import SamplingParams
 
     params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
     adapters = [names[i % len(names)] for i in range(args.num_prompts)]
-    best = 0.0
-    for _ in range(args.repeats):
-        start = time.perf_counter()
-        outputs = llm.generate(prompts.pop(), params, adapter=adapters)
-        seconds = time.perf_counter() - start
-        best = max(best, sum(len(o.outputs[0].token_ids) for o in outputs) / seconds)
-    return best
+    start = time.perf_counter()
+    outputs = llm.generate(prompts, params, adapter=adapters)
+    seconds = time.perf_counter() - start
+    return sum(len(o.outputs[0].token_ids) for o in outputs) / seconds
