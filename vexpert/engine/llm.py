@@ -43,7 +43,8 @@ class LLM:
         """One finished output for each prompt, in order.
 
         `sampling_params` and `adapter` are one for all, or one for each prompt; adapter None is
-        the base model. Raises RequestError or AdapterNotFoundError before anything runs.
+        the base model. Raises RequestError or AdapterNotFoundError before anything runs, and
+        RequestError where the weights of an adapter, or the options, leave no token to choose.
         """
         batch: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
         parsed = [self._parse(prompt) for prompt in batch]
@@ -134,6 +135,9 @@ class LLM:
         try:
             while len(finished) < count:
                 new = {out.request_id: out for out in self.engine.step() if out.finished}
+                for output in new.values():
+                    if output.error is not None:
+                        raise RequestError(output.error)
                 finished |= new
                 if bar is not None:
                     bar.update(len(new))
