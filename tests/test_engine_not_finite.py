@@ -6,11 +6,11 @@ from pathlib import Path
 
 import pytest
 import torch
-import vexpert.demo
 from helpers_engine import VOCAB, greedy, make_engine, manager_of, run_all
 from helpers_server import FakeEngine, RunningServer, make_fake_engine, serving
 from safetensors.torch import load_file, save_file
 
+import vexpert.demo
 from vexpert import LLM
 from vexpert.engine.engine import Engine
 from vexpert.engine.outputs import RequestOutput

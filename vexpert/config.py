@@ -14,6 +14,15 @@ from vexpert.errors import ConfigError
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+def shown(value: object, longest: int = 100) -> str:
+    """A user's value for a message: its repr, cut when long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
 def option(default: Any, help: str, group: str, choices: tuple[str, ...] | None = None) -> Any:
     """A dataclass field that the command line can show."""
     return field(default=default, metadata={"help": help, "group": group, "choices": choices})
