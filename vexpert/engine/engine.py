@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from vexpert.config import EngineConfig
+from vexpert.config import EngineConfig, allocating
 from vexpert.engine import boot
 from vexpert.engine.adapters import AdapterSource
 from vexpert.engine.block_pool import BlockPool
@@ -54,7 +54,12 @@ class Engine:
         self.max_model_len = boot.decide_max_model_len(config, model.info)
         self._adapters = boot.make_adapters(config, model) if adapters is None else adapters
         cache = decide_cache(config, model.info, self.max_model_len)
-        model.allocate_cache(cache.num_blocks, config.block_size)
+        size = cache.num_blocks * cache.block_bytes
+        with allocating(
+            f"a KV cache of {size} bytes ({cache.reason})",
+            "lower kv_cache_memory, gpu_memory_utilization or max_num_seqs",
+        ):
+            model.allocate_cache(cache.num_blocks, config.block_size)
         self.scheduler = Scheduler(
             BlockPool(cache.num_blocks, config.block_size),
             self._adapters,

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import torch
 
-from vexpert.config import EngineConfig, shown
+from vexpert.config import EngineConfig, allocating, shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_version import Version, check_name
@@ -42,7 +42,11 @@ class AdapterManager:
         base_weight: BaseWeight | None = None,
     ) -> None:
         size = arena_bytes(targets, config, device, dtype)
-        self.pool = SlotPool(targets, config.max_loras, size, device, dtype)
+        with allocating(
+            f"an arena of {size} bytes with max_loras={config.max_loras} slots",
+            "lower lora_memory or max_loras",
+        ):
+            self.pool = SlotPool(targets, config.max_loras, size, device, dtype)
         state.tables = self.pool.tables
         state.installed = self.pool.extras
         self._loader = AdapterLoader(
