@@ -291,3 +291,16 @@ def test_a_step_with_nothing_to_run_is_empty() -> None:
     manager.release(other)
     manager.drop(other)
     assert run_all(engine)["a"].finished
+
+
+def test_a_request_that_cannot_be_built_holds_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine = make_engine()
+
+    def broken(*arguments: object) -> None:
+        raise MemoryError
+
+    monkeypatch.setattr(engine, "_new_sequence", broken)
+    with pytest.raises(MemoryError):
+        engine.add_request("one", None, PROMPT, greedy(2), "red")
+    assert not engine.has_unfinished()
+    manager_of(engine).check_idle()

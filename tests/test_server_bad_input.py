@@ -248,3 +248,27 @@ def test_what_the_engine_refuses_runs_none_of_the_prompts(fake_server: RunningSe
     body = {"model": BASE, "prompt": ["a", "b"], "seed": 13, "stream": True}
     assert error_of(fake_server.post(TEXT, json=body))["param"] == "seed"
     assert fake_server.engine.requests == {}
+
+
+def test_what_cannot_fit_is_refused_before_it_is_tokenised(fake_server: RunningServer) -> None:
+    limit, tokenizer = fake_server.engine.max_model_len, fake_server.engine.tokenizer
+    encode, sizes = tokenizer.encode, []
+    tokenizer.encode = lambda text, **options: sizes.append(len(text)) or encode(text, **options)
+    text = "\u00e9" * (32 * limit)  # 64 bytes for each token that fits
+    assert error_of(fake_server.post(TEXT, json={"model": BASE, "prompt": text}))
+    assert len(sizes) == 1
+    body: dict[str, Any] = {"model": BASE, "prompt": text + "a"}
+    assert error_of(fake_server.post(TEXT, json=body))["param"] == "prompt"
+    body = {"model": BASE, "messages": [{"role": "user", "content": text}]}
+    assert error_of(fake_server.post(CHAT, json=body))["param"] == "messages"
+    assert len(sizes) == 1
+    body = {"model": BASE, "prompt": [10**6] * (limit + 1)}
+    assert f"has {limit + 1} tokens" in error_of(fake_server.post(TEXT, json=body))["message"]
+
+
+def test_completions_of_one_request_are_bounded(fake_server: RunningServer) -> None:
+    body = {"model": BASE, "prompt": ["a"] * 205, "n": 5, "max_tokens": 1}
+    assert "1024 completions" in error_of(fake_server.post(TEXT, json=body))["message"]
+    body["prompt"] = ["a"] * 204
+    response = fake_server.post(TEXT, json=body)
+    assert len(response.json()["choices"]) == 204 * 5

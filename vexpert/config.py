@@ -5,18 +5,67 @@ Field metadata drives the command line: `help`, `group`, `choices`. A bool becom
 """
 
 import dataclasses
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from difflib import get_close_matches
-from typing import Any
+from types import NoneType
+from typing import Any, get_args
 
 from vexpert.errors import ConfigError
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
 
+def shown(value: object, longest: int = 100) -> str:
+    """A user's value for a message: its repr, cut when long."""
+    try:
+        text = repr(value)
+    except ValueError:  # an integer of more digits than Python prints
+        text = f"a very large {type(value).__name__}"
+    return text if len(text) <= longest else f"{text[:longest]}..."
+
+
 def option(default: Any, help: str, group: str, choices: tuple[str, ...] | None = None) -> Any:
     """A dataclass field that the command line can show."""
     return field(default=default, metadata={"help": help, "group": group, "choices": choices})
+
+
+def _check_type(name: str, value: object, kind: Any) -> None:
+    kinds = get_args(kind) or (kind,)
+    if isinstance(value, bool):
+        ok = bool in kinds
+    else:
+        ok = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
+    if not ok:
+        wanted = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
+        raise ConfigError(f"{name}={shown(value)}: must be {wanted}")
+
+
+@contextmanager
+def allocating(what: str, remedy: str) -> Iterator[None]:
+    """Turns an allocator's failure inside the block into a ConfigError that names the option."""
+    try:
+        yield
+    except (RuntimeError, MemoryError, OverflowError) as error:
+        cause = (str(error) or type(error).__name__).splitlines()[0]
+        raise ConfigError(f"{what} cannot be allocated: {remedy} ({cause})") from error
+
+
+_COUNT = (1, 2**31 - 1)
+_BYTES = (0, 2**63 - 1)
+_RANGES = {
+    "seed": (-(2**63), 2**64 - 1),
+    "max_model_len": _COUNT,
+    "block_size": _COUNT,
+    "kv_cache_memory": _BYTES,
+    "max_num_seqs": _COUNT,
+    "max_num_batched_tokens": _COUNT,
+    "max_loras": _COUNT,
+    "max_lora_rank": _COUNT,
+    "max_cpu_loras": (0, 2**31 - 1),
+    "lora_memory": _BYTES,
+}
 
 
 @dataclass(frozen=True)
@@ -66,17 +115,13 @@ class EngineConfig:
         for spec in dataclasses.fields(self):
             choices = spec.metadata["choices"]
             value = getattr(self, spec.name)
+            _check_type(spec.name, value, spec.type)
             if choices and value not in choices:
-                raise ConfigError(f"{spec.name}={value!r}: use one of {', '.join(choices)}")
-        for name in (
-            "block_size",
-            "max_num_seqs",
-            "max_num_batched_tokens",
-            "max_loras",
-            "max_lora_rank",
-        ):
-            if getattr(self, name) < 1:
-                raise ConfigError(f"{name}={getattr(self, name)}: must be at least 1")
+                raise ConfigError(f"{spec.name}={shown(value)}: use one of {', '.join(choices)}")
+        for name, (low, high) in _RANGES.items():
+            value = getattr(self, name)
+            if value is not None and not low <= value <= high:
+                raise ConfigError(f"{name}={shown(value)}: use an integer from {low} to {high}")
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: above 0, at most 1"

@@ -70,6 +70,7 @@ def request_output(request: Request) -> RequestOutput:
         adapter=None if request.adapter is None else request.adapter.name,
         prompt_logprobs=request.prompt_logprobs,
         num_cached_tokens=request.num_cached_tokens,
+        error=request.error,
     )
 
 

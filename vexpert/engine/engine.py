@@ -1,23 +1,25 @@
 """The engine: requests in, tokens out, one step at a time."""
 
 import itertools
+import math
 import time
 from typing import Any
 
 import torch
 
-from vexpert.config import EngineConfig
+from vexpert.config import EngineConfig, allocating
 from vexpert.engine import boot
 from vexpert.engine.adapters import AdapterSource
 from vexpert.engine.block_pool import BlockPool
 from vexpert.engine.completion import Completer, request_output
 from vexpert.engine.detokenizer import Detokenizer
+from vexpert.engine.failure import no_token_error, not_finite_error
 from vexpert.engine.logprobs import token_logprobs
 from vexpert.engine.memory import decide_cache
 from vexpert.engine.outputs import EngineStats, RequestOutput
 from vexpert.engine.request import Request, Sequence
 from vexpert.engine.runner import Runner, StepResult
-from vexpert.engine.sampler import Sampler
+from vexpert.engine.sampler import NO_TOKEN, Sampler
 from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.scheduler import Chunk, Scheduler
@@ -52,7 +54,12 @@ class Engine:
         self.max_model_len = boot.decide_max_model_len(config, model.info)
         self._adapters = boot.make_adapters(config, model) if adapters is None else adapters
         cache = decide_cache(config, model.info, self.max_model_len)
-        model.allocate_cache(cache.num_blocks, config.block_size)
+        size = cache.num_blocks * cache.block_bytes
+        with allocating(
+            f"a KV cache of {size} bytes ({cache.reason})",
+            "lower kv_cache_memory, gpu_memory_utilization or max_num_seqs",
+        ):
+            model.allocate_cache(cache.num_blocks, config.block_size)
         self.scheduler = Scheduler(
             BlockPool(cache.num_blocks, config.block_size),
             self._adapters,
@@ -87,12 +94,11 @@ class Engine:
         vocab_size = self.model_info.vocab_size
         tokens = check_prompt(prompt_token_ids, vocab_size, self.max_model_len)
         check_params(params, vocab_size)
-        ref = None
-        if adapter is not None:
-            ref = self._adapters.resolve(adapter)
-            self._adapters.hold(ref)
+        ref = None if adapter is None else self._adapters.resolve(adapter)
         request = Request(request_id, prompt, tokens, params, ref)
         request.sequences = [self._new_sequence(request, index) for index in range(params.n)]
+        if ref is not None:
+            self._adapters.hold(ref)  # last: whatever raises before it holds nothing
         self._requests[request_id] = request
         self._prompt_tokens += len(tokens)
         for sequence in request.sequences:
@@ -112,12 +118,20 @@ class Engine:
         request = self._requests.get(request_id)
         if request is None:
             return False
+        self._end(request)
+        self._forget(request)
+        return True
+
+    def _end(self, request: Request) -> None:
         for sequence in request.sequences:
             if sequence.finish_reason is None:
                 sequence.finish_reason = "abort"
                 self.scheduler.finish(sequence)
-        self._forget(request)
-        return True
+
+    def _fail(self, request: Request, error: str) -> None:
+        """End one request by an error of its own; the next output of it says so."""
+        request.error = error
+        self._end(request)
 
     def _forget(self, request: Request) -> None:
         del self._requests[request.id]
@@ -128,7 +142,7 @@ class Engine:
         return bool(self._requests)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, execute, commit; the state of each request that gained a token."""
+        """Schedule, execute, commit; the state of each request that gained a token or failed."""
         chunks = self.scheduler.schedule()
         if not chunks:
             if self._requests:
@@ -140,20 +154,31 @@ class Engine:
 
     def _commit(self, chunks: list[Chunk], result: StepResult) -> list[RequestOutput]:
         self._steps += 1
-        self._add_prompt_logprobs(result)
+        touched = {request.id: request for request in self._add_prompt_logprobs(result)}
         for chunk in chunks:
             self.scheduler.commit(chunk)
-        if not result.sampled:
-            return []
+        for request in touched.values():
+            self._fail(request, not_finite_error(request))
+        if result.sampled:
+            self._append_tokens(result)
+            touched |= {sequence.request.id: sequence.request for sequence in result.sampled}
+        return [self._output(request) for request in touched.values()]
+
+    def _append_tokens(self, result: StepResult) -> None:
         rows = [sequence.sampling for sequence in result.sampled]
         sampled = self._sampler.sample(result.sample_logits, rows)
-        self._generation_tokens += len(result.sampled)
-        touched: dict[str, Request] = {}
-        for sequence, token, logprobs in zip(result.sampled, *sampled, strict=True):
+        for row, (sequence, token, logprobs) in enumerate(
+            zip(result.sampled, *sampled, strict=True)
+        ):
+            if sequence.request.error is not None:
+                continue  # a sibling or the prompt failed in this step
+            if token == NO_TOKEN:
+                error = no_token_error(sequence.request, result.sample_logits[row])
+                self._fail(sequence.request, error)
+                continue
+            self._generation_tokens += 1
             if self._completer.append(sequence, token, logprobs):
                 self.scheduler.finish(sequence)
-            touched[sequence.request.id] = sequence.request
-        return [self._output(request) for request in touched.values()]
 
     def _output(self, request: Request) -> RequestOutput:
         output = request_output(request)
@@ -161,7 +186,9 @@ class Engine:
             self._forget(request)
         return output
 
-    def _add_prompt_logprobs(self, result: StepResult) -> None:
+    def _add_prompt_logprobs(self, result: StepResult) -> list[Request]:
+        """Extend the rows of each request; the requests whose prompt gives logits not finite."""
+        failed = []
         row = 0
         for sequence, first, count in result.prompt_rows:
             request = sequence.request
@@ -170,9 +197,13 @@ class Engine:
             tokens = request.prompt_token_ids[first + 1 : first + 1 + count]
             chosen = torch.tensor(tokens, device=logits.device)
             wanted = [request.params.prompt_logprobs or 0] * count
-            for logprobs in token_logprobs(logits, chosen, wanted):
-                request.prompt_logprobs.append(self._completer.logprob_row(logprobs))
+            table = token_logprobs(logits, chosen, wanted)
+            if any(math.isnan(logprobs.entries[0][1]) for logprobs in table):
+                failed.append(request)
+                table = []
+            request.prompt_logprobs += [self._completer.logprob_row(each) for each in table]
             row += count
+        return failed
 
     def load_adapter(
         self,

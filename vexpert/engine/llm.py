@@ -2,17 +2,21 @@
 
 import itertools
 from collections.abc import Sequence
+from types import NoneType
 from typing import Any, TypeVar
 
 from jinja2 import TemplateError
 
-from vexpert.config import EngineConfig
+from vexpert.config import EngineConfig, shown
 from vexpert.engine.engine import Engine
 from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.engine.validation import check_conversation, check_list, check_text
 from vexpert.errors import RequestError
 from vexpert.lora.types import AdapterInfo
 
+# What a template raises when a message is of another kind than it expects.
+TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
 T = TypeVar("T")
 Prompt = str | dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": [...]}
 Message = dict[str, Any]
@@ -43,9 +47,12 @@ class LLM:
         """One finished output for each prompt, in order.
 
         `sampling_params` and `adapter` are one for all, or one for each prompt; adapter None is
-        the base model. Raises RequestError or AdapterNotFoundError before anything runs.
+        the base model. Raises RequestError or AdapterNotFoundError before anything runs, and
+        RequestError where the weights of an adapter, or the options, leave no token to choose.
         """
-        batch: list[Prompt] = [prompts] if isinstance(prompts, str | dict) else list(prompts)
+        batch: list[Prompt] = (
+            [prompts] if isinstance(prompts, str | dict) else check_list("prompts", prompts)
+        )
         parsed = [self._parse(prompt) for prompt in batch]
         return self._run(parsed, sampling_params, adapter, use_tqdm)
 
@@ -57,7 +64,7 @@ class LLM:
         use_tqdm: bool = False,
     ) -> list[RequestOutput]:
         """As `generate`, for one conversation or a list of them, by the tokenizer's template."""
-        conversations: list[Any] = list(messages)
+        conversations: list[Any] = check_list("messages", messages)
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
         parsed = [self._render(conversation) for conversation in conversations]
@@ -84,23 +91,27 @@ class LLM:
             prompt = {"prompt": prompt}
         if not isinstance(prompt, dict) or prompt.keys() not in ({"prompt"}, {"prompt_token_ids"}):
             raise RequestError(
-                f"prompt {prompt!r}: give a string or {{'prompt_token_ids': [...]}}", "prompt"
+                f"prompt {shown(prompt)}: give a string or {{'prompt_token_ids': [...]}}", "prompt"
             )
         if "prompt_token_ids" in prompt:
             return None, prompt["prompt_token_ids"]
-        text = prompt["prompt"]
+        text = check_text("prompt", prompt["prompt"])
         return text, self.engine.tokenizer.encode(text)
 
     def _render(self, conversation: Any) -> tuple[str, list[int]]:
         tokenizer = self.engine.tokenizer
         if getattr(tokenizer, "chat_template", None) is None:
             raise RequestError("the tokenizer has no chat template: use generate()", "messages")
+        conversation = check_conversation(conversation)
         try:
             text = tokenizer.apply_chat_template(
                 conversation, add_generation_prompt=True, tokenize=False
             )
-        except TemplateError as error:
-            raise RequestError(f"the chat template refuses the messages: {error}") from error
+        except TEMPLATE_ERRORS as error:
+            raise RequestError(
+                f"the chat template refuses the messages: {error}", "messages"
+            ) from error
+        check_text("messages", text)
         return text, tokenizer.encode(text, add_special_tokens=False)
 
     def _run(
@@ -114,8 +125,8 @@ class LLM:
             sampling_params = [sampling_params or SamplingParams()] * len(prompts)
         if adapter is None or isinstance(adapter, str):
             adapter = [adapter] * len(prompts)
-        all_params = _one_each(sampling_params, len(prompts), "sampling_params")
-        names = _one_each(adapter, len(prompts), "adapter")
+        all_params = _one_each(sampling_params, len(prompts), "sampling_params", (SamplingParams,))
+        names = _one_each(adapter, len(prompts), "adapter", (str, NoneType))
         ids: list[str] = []
         try:
             for (text, tokens), params, name in zip(prompts, all_params, names, strict=True):
@@ -134,6 +145,9 @@ class LLM:
         try:
             while len(finished) < count:
                 new = {out.request_id: out for out in self.engine.step() if out.finished}
+                for output in new.values():
+                    if output.error is not None:
+                        raise RequestError(output.error)
                 finished |= new
                 if bar is not None:
                     bar.update(len(new))
@@ -143,10 +157,14 @@ class LLM:
         return finished
 
 
-def _one_each(values: Sequence[T], count: int, name: str) -> list[T]:
-    if len(values) != count:
-        raise RequestError(f"{name}: {len(values)} for {count} prompts; give one, or one each")
-    return list(values)
+def _one_each(values: Sequence[T], count: int, name: str, kinds: tuple[type, ...]) -> list[T]:
+    checked: list[T] = check_list(name, values)
+    if len(checked) != count:
+        raise RequestError(f"{name}: {len(checked)} for {count} prompts; give one, or one each")
+    for value in checked:
+        if not isinstance(value, kinds):
+            raise RequestError(f"{name}: {shown(value)} is no {kinds[0].__name__}", name)
+    return checked
 
 
 def _progress_bar(total: int) -> Any:

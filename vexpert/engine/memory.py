@@ -30,6 +30,8 @@ def decide_cache(config: EngineConfig, info: ModelInfo, max_model_len: int) -> C
     most = config.max_num_seqs * per_sequence
     if config.kv_cache_memory is not None:
         budget, reason = config.kv_cache_memory, "kv_cache_memory"
+        if info.device.type == "cpu" and budget > (free := free_host_memory()):
+            raise ConfigError(f"kv_cache_memory={budget}: {free} bytes are free; use less")
     elif info.device.type == "cuda":
         budget = _cuda_budget(config, info.device)
         reason = f"gpu_memory_utilization={config.gpu_memory_utilization:g}"

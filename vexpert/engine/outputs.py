@@ -44,6 +44,7 @@ class RequestOutput:
     adapter: str | None
     prompt_logprobs: list[LogprobRow | None] | None = None  # the first is None
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
+    error: str | None = None  # why the engine gave up on this request: its outputs are no answer
 
 
 @dataclass(frozen=True)

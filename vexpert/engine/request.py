@@ -61,6 +61,7 @@ class Request:
         self.adapter = adapter
         self.sequences: list[Sequence] = []
         self.num_cached_tokens = 0
+        self.error: str | None = None
         # prompt_logprobs[i] is the row of token i; filled from the left, the first is None
         self.prompt_logprobs: list[LogprobRow | None] | None = (
             None if params.prompt_logprobs is None else [None]

@@ -99,11 +99,15 @@ def _token_ids(chunks: list[Chunk]) -> np.ndarray:
 
 
 def _block_tables(chunks: list[Chunk]) -> np.ndarray:
-    """[B, longest table] int64; unused places hold block 0."""
+    """[B, longest table] int64; unused places hold the sequence's own last block.
+
+    They are read under a mask, and what another sequence wrote may not even be finite.
+    """
     widths = [len(chunk.sequence.blocks.ids) for chunk in chunks]
     tables = np.zeros((len(chunks), max(widths)), dtype=np.int64)
     for i, width in enumerate(widths):
         tables[i, :width] = chunks[i].sequence.blocks.array[:width]
+        tables[i, width:] = tables[i, width - 1]
     return tables
 
 

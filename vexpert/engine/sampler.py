@@ -8,11 +8,12 @@ from vexpert.engine.logit_adjust import add_biases, apply_min_p, apply_penalties
 from vexpert.engine.logprobs import TokenLogprobs, token_logprobs
 from vexpert.engine.sampler_state import SamplerState
 
+NO_TOKEN = -1  # of a row whose logits, as adjusted, are not a distribution
 BELOW_ONE = 1.0 - 2.0**-50  # keeps u * total below total after rounding
 
 
 class Sampled(NamedTuple):
-    """Token of each row, and its log-probabilities where the row asks for them."""
+    """Token of each row or NO_TOKEN, and its log-probabilities where the row asks for them."""
 
     token_ids: list[int]
     logprobs: list[TokenLogprobs | None]
@@ -29,9 +30,12 @@ class Sampler:
         self._generator = torch.Generator().manual_seed(seed)
 
     def sample(self, logits: torch.Tensor, rows: list[SamplerState]) -> Sampled:
-        """`logits` [n, V] float32, unchanged; one host sync."""
+        """`logits` [n, V] float32, unchanged; one host sync.
+
+        A row gets NO_TOKEN if a logit is NaN or +inf, or none is finite, after all adjustments.
+        """
         if all(row.is_plain for row in rows):
-            return Sampled(logits.argmax(-1).tolist(), [None] * len(rows))
+            return Sampled(_largest(logits).tolist(), [None] * len(rows))
         adjusted = self._adjust(logits, rows)
         tokens = self._choose(adjusted, rows)
         return Sampled(tokens.tolist(), self._report(logits, tokens, rows))
@@ -47,11 +51,11 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: list[SamplerState]) -> torch.Tensor:
         drawn = [i for i, row in enumerate(rows) if not row.is_greedy]
         if not drawn:
-            return logits.argmax(-1)
+            return _largest(logits)
         if len(drawn) == len(rows):
             return self._draw(logits, rows)
         where = torch.tensor(drawn, device=logits.device)
-        tokens = logits.argmax(-1)
+        tokens = _largest(logits)
         tokens[where] = self._draw(logits[where], [rows[i] for i in drawn])
         return tokens
 
@@ -69,7 +73,8 @@ class Sampler:
         cumulative = scaled.softmax(-1).cumsum(-1, dtype=torch.float64)
         total = cumulative[:, -1:]
         target = self._uniforms(rows).to(logits.device)[:, None] * total
-        return torch.searchsorted(cumulative, target, right=True)[:, 0]
+        tokens = torch.searchsorted(cumulative, target, right=True)
+        return torch.where(total.isfinite(), tokens, NO_TOKEN)[:, 0]
 
     def _uniforms(self, rows: list[SamplerState]) -> torch.Tensor:
         """One number of [0, 1) for each row, float64 [n], on the host."""
@@ -86,8 +91,13 @@ class Sampler:
         if asked:
             where = torch.tensor(asked, device=logits.device)
             counts = [rows[i].params.logprobs or 0 for i in asked]
-            for i, row in zip(
-                asked, token_logprobs(logits[where], tokens[where], counts), strict=True
-            ):
+            chosen = tokens[where].clamp(min=0)
+            for i, row in zip(asked, token_logprobs(logits[where], chosen, counts), strict=True):
                 report[i] = row
         return report
+
+
+def _largest(logits: torch.Tensor) -> torch.Tensor:
+    """The first likeliest token of each row of `logits` [n, V], or NO_TOKEN."""
+    tokens = logits.argmax(-1, keepdim=True)  # of a row with NaN: the place of the NaN
+    return torch.where(logits.gather(1, tokens).isfinite(), tokens, NO_TOKEN)[:, 0]

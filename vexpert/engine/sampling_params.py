@@ -1,14 +1,62 @@
 """Sampling options of one request, with the names users of vLLM know."""
 
-import math
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
+from vexpert.config import shown
 from vexpert.errors import RequestError
+
+MAX_STOPS = 64  # each is looked for at every token
+MAX_STOP_CHARACTERS = 1000
 
 
 def _require(condition: bool, param: str, value: object, rule: str) -> None:
     if not condition:
-        raise RequestError(f"{param}={value!r}: {rule}", param)
+        raise RequestError(f"{param}={shown(value)}: {rule}", param)
+
+
+def _is_int(value: object) -> bool:
+    return isinstance(value, int) and not isinstance(value, bool)
+
+
+def _is_number(value: object) -> bool:
+    return isinstance(value, int | float) and not isinstance(value, bool)
+
+
+class _Range(NamedTuple):
+    """What a number may be."""
+
+    low: float
+    high: float
+    is_int: bool = False
+    may_be_none: bool = False
+
+    def check(self, name: str, value: object) -> None:
+        if value is None and self.may_be_none:
+            return
+        kind = "an integer" if self.is_int else "a number"
+        rule = f"use {kind} from {self.low} to {self.high}"
+        is_kind = _is_int(value) if self.is_int else _is_number(value)
+        ok = is_kind and self.low <= value <= self.high  # type: ignore[operator]
+        _require(ok, name, value, f"{rule}, or None" if self.may_be_none else rule)
+
+
+LARGEST = 2**31 - 1
+_NUMBERS = {
+    "n": _Range(1, 128, True),
+    "temperature": _Range(0.0, 100.0),
+    "top_p": _Range(0.0, 1.0),
+    "top_k": _Range(-1, LARGEST, True),
+    "min_p": _Range(0.0, 1.0),
+    "repetition_penalty": _Range(0.01, 100.0),
+    "presence_penalty": _Range(-2.0, 2.0),
+    "frequency_penalty": _Range(-2.0, 2.0),
+    "seed": _Range(-(2**63), 2**64 - 1, True, True),
+    "max_tokens": _Range(1, LARGEST, True, True),
+    "min_tokens": _Range(0, LARGEST, True),
+    "logprobs": _Range(-1, LARGEST, True, True),  # -1: the whole vocabulary
+    "prompt_logprobs": _Range(-1, LARGEST, True, True),
+}
 
 
 @dataclass(frozen=True)
@@ -42,55 +90,41 @@ class SamplingParams:
     skip_special_tokens: bool = True
 
     def __post_init__(self) -> None:
-        stop = (self.stop,) if isinstance(self.stop, str) else tuple(self.stop)
-        object.__setattr__(self, "stop", stop)
-        object.__setattr__(self, "stop_token_ids", tuple(self.stop_token_ids))
-        self._check_numbers()
-        _require(1 <= self.n <= 128, "n", self.n, "use 1 to 128")
-        _require(
-            self.max_tokens is None or self.max_tokens >= 1,
-            "max_tokens",
-            self.max_tokens,
-            "must be at least 1, or None for as many as fit",
-        )
-        _require(self.min_tokens >= 0, "min_tokens", self.min_tokens, "must not be negative")
-        _require(
-            self.max_tokens is None or self.min_tokens <= self.max_tokens,
-            "min_tokens",
-            self.min_tokens,
-            f"must not exceed max_tokens={self.max_tokens}",
-        )
-        _require(all(self.stop), "stop", self.stop, "a stop string must not be empty")
-        for name in ("logprobs", "prompt_logprobs"):
+        for name, rule in _NUMBERS.items():
+            rule.check(name, getattr(self, name))
+        for name in ("include_stop_str_in_output", "ignore_eos", "skip_special_tokens"):
             value = getattr(self, name)
-            rule = "use a count, -1 for the whole vocabulary, or None"
-            _require(value is None or value >= -1, name, value, rule)
-        seed_ok = self.seed is None or -(2**63) <= self.seed < 2**64
-        _require(seed_ok, "seed", self.seed, "use an integer of 64 bits, or None")
-        for token, bias in self.logit_bias.items():
-            _require(-100.0 <= bias <= 100.0, "logit_bias", {token: bias}, "use -100 to 100")
-
-    def _check_numbers(self) -> None:
-        rules = {
-            "temperature": (0.0, 100.0),
-            "top_p": (0.0, 1.0),
-            "min_p": (0.0, 1.0),
-            "presence_penalty": (-2.0, 2.0),
-            "frequency_penalty": (-2.0, 2.0),
-            "repetition_penalty": (0.0, 100.0),
-        }
-        for name, (low, high) in rules.items():
-            value = getattr(self, name)
-            ok = math.isfinite(value) and low <= value <= high
-            _require(ok, name, value, f"use a number from {low:g} to {high:g}")
+            _require(isinstance(value, bool), name, value, "use True or False")
         _require(self.top_p > 0.0, "top_p", self.top_p, "must be above 0")
-        _require(
-            self.repetition_penalty > 0.0,
-            "repetition_penalty",
-            self.repetition_penalty,
-            "must be above 0; 1 is off",
-        )
-        _require(self.top_k >= -1, "top_k", self.top_k, "use 0 or -1 for off, or a positive count")
+        most = self.max_tokens
+        in_order = most is None or self.min_tokens <= most
+        _require(in_order, "min_tokens", self.min_tokens, f"must not exceed max_tokens={most}")
+        self._check_stops()
+        self._check_bias()
+
+    def _check_stops(self) -> None:
+        stop = (self.stop,) if isinstance(self.stop, str) else self.stop
+        is_list = isinstance(stop, list | tuple) and all(isinstance(text, str) for text in stop)
+        _require(is_list, "stop", stop, "use a string or a list of strings")
+        count = len(stop)
+        _require(count <= MAX_STOPS, "stop", count, f"use at most {MAX_STOPS} strings")
+        _require(all(stop), "stop", stop, "a stop string must not be empty")
+        longest = max(map(len, stop), default=0)
+        rule = f"a stop string has at most {MAX_STOP_CHARACTERS} characters"
+        _require(longest <= MAX_STOP_CHARACTERS, "stop", longest, rule)
+        tokens = self.stop_token_ids
+        is_list = isinstance(tokens, list | tuple) and all(map(_is_int, tokens))
+        _require(is_list, "stop_token_ids", tokens, "use a list of integers")
+        object.__setattr__(self, "stop", tuple(stop))
+        object.__setattr__(self, "stop_token_ids", tuple(tokens))
+
+    def _check_bias(self) -> None:
+        biases = self.logit_bias
+        _require(isinstance(biases, dict), "logit_bias", biases, "use a dict, {token id: bias}")
+        for token, bias in biases.items():
+            _require(_is_int(token), "logit_bias", {token: bias}, "keys are token ids, integers")
+            in_range = _is_number(bias) and -100.0 <= bias <= 100.0
+            _require(in_range, "logit_bias", {token: bias}, "use a number from -100 to 100")
 
     @property
     def is_greedy(self) -> bool:

@@ -3,6 +3,7 @@
 import json
 import math
 import re
+import stat
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -159,10 +160,23 @@ def read_config(folder: Path) -> AdapterConfig:
     return config
 
 
+def check_regular(path: Path) -> None:
+    """AdapterError if `path`, links followed, is a pipe, socket or device: to open it may hang.
+
+    A folder passes: the reader's own error says more. Raises OSError as `stat` does.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise AdapterError(f"{path} is not a regular file: copy the adapter's own files there")
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; AdapterError when it is missing, broken, or not an object."""
     try:
+        check_regular(path)
         raw = json.loads(path.read_text(encoding="utf-8"))
+    except AdapterError:
+        raise
     except FileNotFoundError:
         raise AdapterError(
             f"{path} is missing: the folder holds no adapter; give the folder that PEFT's "

@@ -5,9 +5,12 @@ import unicodedata
 from dataclasses import dataclass, field
 from pathlib import Path
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.source import Fingerprint, HostCopy
 from vexpert.lora.types import AdapterInfo, AdapterRef
+
+MAX_NAME = 256  # characters
 
 
 @dataclass
@@ -55,6 +58,10 @@ class Version:
 
 def check_name(name: str, reserved: frozenset[str]) -> None:
     """Raise AdapterError unless `name` may name an adapter."""
+    if not isinstance(name, str):
+        raise AdapterError(f"adapter name {shown(name)}: must be a string")
+    if len(name) > MAX_NAME:
+        raise AdapterError(f"adapter name {shown(name)}: use at most {MAX_NAME} characters")
     if not name or name != name.strip():
         raise AdapterError(f"adapter name {name!r}: must be non-empty, with no space at its ends")
     if any(unicodedata.category(char).startswith("C") for char in name):

@@ -10,7 +10,7 @@ import torch
 from safetensors import SafetensorError, safe_open
 
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import read_json
+from vexpert.lora.adapter_config import check_regular, read_json
 
 SAFETENSORS = "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"
@@ -148,9 +148,12 @@ def _shard_name(folder: Path, name: Any) -> str:
 def _read_pickle(path: Path) -> Tensors:
     """A .bin through torch's restricted unpickler, which builds tensors only and runs no code."""
     try:
+        check_regular(path)
         if not zipfile.is_zipfile(path):
             raise zipfile.BadZipFile("not the archive that torch.save writes")
         loaded = torch.load(path, map_location="cpu", weights_only=True)
+    except AdapterError:
+        raise
     except (
         pickle.UnpicklingError,
         zipfile.BadZipFile,

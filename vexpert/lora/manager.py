@@ -10,14 +10,14 @@ from pathlib import Path
 
 import torch
 
-from vexpert.config import EngineConfig
+from vexpert.config import EngineConfig, allocating, shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_version import Version, check_name
 from vexpert.lora.budget import arena_bytes
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.pool import SlotPool
-from vexpert.lora.source import AdapterLoader, AdapterReader, HostCopy
+from vexpert.lora.source import AdapterLoader, AdapterReader, HostCopy, check_path
 from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, LoraState, TargetMap
 
 logger = get_logger(__name__)
@@ -42,7 +42,11 @@ class AdapterManager:
         base_weight: BaseWeight | None = None,
     ) -> None:
         size = arena_bytes(targets, config, device, dtype)
-        self.pool = SlotPool(targets, config.max_loras, size, device, dtype)
+        with allocating(
+            f"an arena of {size} bytes with max_loras={config.max_loras} slots",
+            "lower lora_memory or max_loras",
+        ):
+            self.pool = SlotPool(targets, config.max_loras, size, device, dtype)
         state.tables = self.pool.tables
         state.installed = self.pool.extras
         self._loader = AdapterLoader(
@@ -75,15 +79,16 @@ class AdapterManager:
         one. Raises AdapterError and changes nothing when it is refused.
         """
         check_name(name, self._reserved)
+        folder = check_path(path)
         self._reserve(name, load_inplace)
         try:
-            host = self._loader.load(Path(path), lora_B_layout)
+            host = self._loader.load(folder, lora_B_layout)
             self._check_size(name, host)
         finally:
             with self._lock:
                 self._loading.discard(name)
         with self._lock:
-            return self._commit(name, Path(path), lora_B_layout, host)
+            return self._commit(name, folder, lora_B_layout, host)
 
     def unload(self, name: str) -> None:
         """Forget `name` at once; its memory is free when the last request drops it."""
@@ -215,10 +220,10 @@ class AdapterManager:
         return self._info(version)
 
     def _find(self, name: str) -> Version:
-        version = self._current.get(name)
+        version = self._current.get(name) if isinstance(name, str) else None
         if version is None:
             known = ", ".join(sorted(self._current)) or "none"
-            raise AdapterNotFoundError(f"no adapter {name!r}; loaded adapters: {known}")
+            raise AdapterNotFoundError(f"no adapter {shown(name, 300)}; loaded adapters: {known}")
         return version
 
     def _info(self, version: Version) -> AdapterInfo:

@@ -2,11 +2,13 @@
 
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Protocol
+from typing import Any, Protocol
 
 import torch
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError
+from vexpert.lora.adapter_config import check_regular
 from vexpert.lora.build_extras import build_extras
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.pack import PackedAdapter, pack
@@ -32,25 +34,41 @@ Fingerprint = tuple[tuple[str, int, int], ...]  # (name, bytes, mtime in ns) of 
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """What tells one state of an adapter's files from another; empty if there are none."""
+    """What tells one state of an adapter's files from another; empty if there are none.
+
+    AdapterError for a file that no adapter has, such as a pipe.
+    """
     files = sorted(path.iterdir()) if path.is_dir() else [path]
-    stats = [(file.name, file.stat()) for file in files if file.suffix in FILE_TYPES]
+    files = [file for file in files if file.suffix in FILE_TYPES]
+    for file in files:
+        check_regular(file)
+    stats = [(file.name, file.stat()) for file in files]
     return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+
+
+def check_path(path: Any) -> Path:
+    """`path` as a Path; AdapterError if it can name no file."""
+    if not isinstance(path, str | Path) or "\0" in str(path):
+        raise AdapterError(f"adapter path {shown(path)}: give the path of a folder, as a string")
+    return Path(path)
 
 
 def observe(path: Path) -> Fingerprint:
     """`fingerprint`, with an AdapterError when the files cannot be looked at."""
-    if not path.exists():
-        raise AdapterError(
-            f"adapter path {str(path)!r} does not exist; "
-            "give a folder with adapter_config.json and its weights"
-        )
     try:
+        if not path.exists():
+            raise AdapterError(
+                f"adapter path {shown(str(path), 300)} does not exist; "
+                "give a folder with adapter_config.json and its weights"
+            )
         return fingerprint(path)
-    except OSError as error:
+    except AdapterError:
+        raise
+    except (OSError, ValueError) as error:  # ValueError: no name of a file, a lone surrogate
+        cause = getattr(error, "strerror", None) or str(error)
         raise AdapterError(
-            f"adapter path {str(path)!r} cannot be read: {error.strerror}"
-        ) from error
+            f"adapter path {shown(str(path), 300)} cannot be read: {cause}"
+        ) from None
 
 
 @dataclass(frozen=True)

@@ -12,6 +12,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vexpert import __version__
+from vexpert.errors import RequestError
 from vexpert.server.disconnect import ClientDisconnectedError, EventStream, until_disconnect
 from vexpert.server.engine_thread import AsyncEngine
 from vexpert.server.errors import api_error, error_object
@@ -116,7 +117,7 @@ async def _events(
                 yield _event(chunk | blank)
         if formatter.include_usage:
             yield _event(formatter.last_chunk() | {"usage": usage.as_json()})
-    except EngineFailedError as error:
+    except (EngineFailedError, RequestError) as error:
         told = api_error(error)
         yield _event(error_object(told.message, told.status, told.param, told.code))
     finally:

@@ -14,10 +14,10 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vexpert.engine.outputs import EngineStats, RequestOutput
-from vexpert.errors import VexpertError
+from vexpert.errors import RequestError, VexpertError
 from vexpert.log import get_logger
 from vexpert.server.interface import EngineProtocol
-from vexpert.server.progress import EngineFailedError, Sink, Tracker, Update
+from vexpert.server.progress import EngineFailedError, Failure, Sink, Tracker, Update
 from vexpert.server.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -195,7 +195,7 @@ class AsyncEngine:
         if updates:
             self._to_loop(_deliver, updates)
 
-    def _track(self, output: RequestOutput, now: float) -> tuple[Sink, Update] | None:
+    def _track(self, output: RequestOutput, now: float) -> tuple[Sink, Update | Failure] | None:
         tracker = self._trackers.get(output.request_id)
         if tracker is None:
             return None
@@ -204,6 +204,8 @@ class AsyncEngine:
             del self._trackers[output.request_id]
             reasons = [part.finish_reason or "abort" for part in output.outputs]
             self.recorder.finished(tracker, reasons, now)
+        if output.error is not None:
+            return tracker.sink, RequestError(output.error)
         update = tracker.update(output)
         return None if update is None else (tracker.sink, update)
 
@@ -238,6 +240,6 @@ def _set_error(future: "asyncio.Future[Any] | None", error: Exception) -> None:
         future.set_exception(error)
 
 
-def _deliver(updates: list[tuple[Sink, Update]]) -> None:
+def _deliver(updates: list[tuple[Sink, Update | Failure]]) -> None:
     for sink, update in updates:
         sink(update)

@@ -8,7 +8,7 @@ from functools import partial
 
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.server.engine_thread import AsyncEngine
-from vexpert.server.progress import EngineFailedError, Update
+from vexpert.server.progress import Failure, Update
 from vexpert.server.prompts import Prompt
 
 
@@ -30,7 +30,7 @@ class Generation:
     def __init__(self, engine: AsyncEngine, job: Job) -> None:
         self._engine = engine
         self._job = job
-        self._updates: asyncio.Queue[tuple[int, Update | EngineFailedError]] = asyncio.Queue()
+        self._updates: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
         self._open = {i: f"{job.request_id}-{i}" for i in range(len(job.prompts))}
 
     @classmethod
@@ -57,14 +57,14 @@ class Generation:
             sink=partial(self._take, i),
         )
 
-    def _take(self, i: int, update: Update | EngineFailedError) -> None:
+    def _take(self, i: int, update: Update | Failure) -> None:
         self._updates.put_nowait((i, update))
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
-        """(prompt's index, update) until every prompt is answered. Raises EngineFailedError."""
+        """(prompt's index, update) until every prompt is answered. Raises its Failure."""
         while self._open:
             i, update = await self._updates.get()
-            if isinstance(update, EngineFailedError):
+            if isinstance(update, Failure):
                 raise update
             if update.finished:
                 del self._open[i]

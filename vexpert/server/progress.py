@@ -4,6 +4,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from vexpert.engine.outputs import CompletionOutput, LogprobRow, RequestOutput
+from vexpert.errors import RequestError
 
 
 class EngineFailedError(RuntimeError):
@@ -32,7 +33,8 @@ class Update:
     prompt_logprobs: list[LogprobRow | None] | None
 
 
-Sink = Callable[[Update | EngineFailedError], None]
+Failure = EngineFailedError | RequestError  # of all requests, or of one
+Sink = Callable[[Update | Failure], None]
 
 
 @dataclass

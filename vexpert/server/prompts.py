@@ -13,6 +13,7 @@ from vexpert.server.protocol.chat import ChatCompletionRequest
 
 # What a template raises when its variables are of another kind than it expects.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+BYTES_PER_TOKEN = 64  # of UTF-8, at most, on average over a prompt
 
 
 @dataclass(frozen=True)
@@ -29,6 +30,7 @@ class PromptBuilder:
     def __init__(self, engine: EngineProtocol) -> None:
         self._tokenizer = engine.tokenizer
         self._info = engine.model_info
+        self._max_model_len = engine.max_model_len
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vexpert-tokenizer")
 
     def close(self) -> None:
@@ -74,13 +76,21 @@ class PromptBuilder:
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         try:
-            text.encode()
+            size = len(text.encode())
         except UnicodeEncodeError as error:
             message = f"{param}: not valid Unicode text: {error.reason}"
             raise RequestError(message, param) from error
+        if size > BYTES_PER_TOKEN * self._max_model_len:
+            raise self._too_long(f"{size} bytes", param)
         return list(self._tokenizer.encode(text, add_special_tokens=add_special_tokens))
 
+    def _too_long(self, length: str, param: str) -> RequestError:
+        limit = f"the model takes {self._max_model_len} tokens with the answer"
+        return RequestError(f"{param}: the prompt has {length}, and {limit}; shorten it", param)
+
     def _check_ids(self, token_ids: list[int]) -> list[int]:
+        if len(token_ids) > self._max_model_len:
+            raise self._too_long(f"{len(token_ids)} tokens", "prompt")
         for token in token_ids:
             if not 0 <= token < self._info.vocab_size:
                 rule = f"token ids go from 0 to {self._info.vocab_size - 1}"

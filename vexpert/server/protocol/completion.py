@@ -10,6 +10,7 @@ from vexpert.server.protocol.sampling import SamplingFields
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
+MAX_COMPLETIONS = 1024  # of all prompts together: each is a sequence of the engine
 PROMPT_FORMS = "use a string, a list of strings, a list of token ids, or a list of such lists"
 
 
@@ -48,6 +49,10 @@ class CompletionRequest(SamplingFields):
     def check(self) -> None:
         """Raise RequestError for fields that contradict each other."""
         self.check_stream_fields()
+        count, n = len(self.prompts), self.n or 1
+        if count * n > MAX_COMPLETIONS:
+            message = f"n={n} of {count} prompts: at most {MAX_COMPLETIONS} completions a request"
+            raise RequestError(message, "n")
         if self.best_of is not None and self.best_of != (self.n or 1):
             message = f"best_of={self.best_of}: must equal n={self.n or 1}; all n are returned"
             raise RequestError(message, "best_of")

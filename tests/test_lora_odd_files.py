@@ -1,0 +1,61 @@
+"""Adapter folders that hold no plain files, or cannot be looked at: refused, nothing hangs."""
+
+import os
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+
+from vexpert.demo import adapter_paths
+from vexpert.errors import AdapterError
+from vexpert.lora.adapter_config import read_json
+from vexpert.lora.files import INDEX, PICKLE, SAFETENSORS, read_tensors
+from vexpert.lora.source import AdapterLoader, observe
+from vexpert.lora.types import TargetMap
+
+NO_TARGETS = TargetMap("none", "None", {}, ())
+
+
+def make_pipe(path: Path, through_link: bool) -> None:
+    target = path.with_name("pipe") if through_link else path
+    os.mkfifo(target)
+    if through_link:
+        path.symlink_to(target)
+
+
+@pytest.mark.parametrize("through_link", [False, True])
+@pytest.mark.parametrize("name", ["adapter_config.json", SAFETENSORS, INDEX, PICKLE])
+def test_a_pipe_is_refused_unopened(tmp_path: Path, name: str, through_link: bool) -> None:
+    make_pipe(tmp_path / name, through_link)
+
+    def never(*arguments: object, **options: object) -> None:
+        raise AssertionError("read")
+
+    loader = AdapterLoader(never, NO_TARGETS, 8, torch.float32, False)  # type: ignore[arg-type]
+    with pytest.raises(AdapterError, match=f"{name} is not a regular file"):
+        loader.load(tmp_path, None)
+    read = read_tensors
+    if name == "adapter_config.json":
+        read = lambda folder: read_json(folder / name)  # noqa: E731
+    with pytest.raises(AdapterError, match=f"{name} is not a"):
+        read(tmp_path)
+
+
+def test_the_automodel_file_may_be_a_pipe_no_more(tmp_path: Path) -> None:
+    shutil.copytree(adapter_paths()["upper"], tmp_path, dirs_exist_ok=True)
+    os.mkfifo(tmp_path / "automodel_peft_config.json")
+    with pytest.raises(AdapterError, match="not a regular file"):
+        observe(tmp_path)
+
+
+@pytest.mark.parametrize("path", ["a" * 300, "/no/" * 3000, "a\0b", "\ud800"])
+def test_a_path_that_no_file_has(path: str) -> None:
+    with pytest.raises(AdapterError, match="adapter path"):
+        observe(Path(path))
+
+
+def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "adapter_config.json").symlink_to(tmp_path / "gone")
+    with pytest.raises(AdapterError, match="cannot be read"):
+        observe(tmp_path)

@@ -1,0 +1,25 @@
+"""Why a request has no next token."""
+
+import torch
+
+from vexpert.engine.request import Request
+
+
+def no_token_error(request: Request, raw_logits: torch.Tensor) -> str:
+    """Cause and remedy; `raw_logits` [V] float32 are the model's, before any adjustment."""
+    if bool(raw_logits.max().isfinite()):
+        return (
+            "the sampling options leave no token with a finite logit: relax min_tokens with"
+            " stop_token_ids, logit_bias or the penalties"
+        )
+    return not_finite_error(request)
+
+
+def not_finite_error(request: Request) -> str:
+    """Cause and remedy where the model's own logits are NaN or infinite."""
+    if request.adapter is None:
+        return "the base model gives no finite logits: check its weights and dtype"
+    return (
+        f"adapter {request.adapter.name!r}: its weights give no finite logits; check them for NaN,"
+        " infinite and huge values, and load it again"
+    )
