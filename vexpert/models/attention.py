@@ -31,6 +31,11 @@ class StepContext:
         return self.plan
 
 
+def _finite(values: torch.Tensor) -> torch.Tensor:
+    """`values` with zeros for NaN and infinities."""
+    return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
+
+
 class AttentionLayer:
     """Cache and mask kind of one attention module. `key_shape`, `value_shape`: (heads, width)."""
 
@@ -64,8 +69,10 @@ class AttentionLayer:
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the step's key and value [1, Hkv, T, d] into the cache, in place."""
         rows = self.context.running.step.cache_rows
-        self.keys.index_copy_(0, rows, key[0].transpose(0, 1))
-        self.values.index_copy_(0, rows, value[0].transpose(0, 1))
+        # What is not finite (an adapter with broken weights) must not stay in a block: its next
+        # owner gives unwritten rows the weight zero, and zero times NaN is NaN.
+        self.keys.index_copy_(0, rows, _finite(key[0].transpose(0, 1)))
+        self.values.index_copy_(0, rows, _finite(value[0].transpose(0, 1)))
 
     def read(self, cache: torch.Tensor, blocks: torch.Tensor, sequences: int) -> torch.Tensor:
         """Whole blocks of `cache`: [sequences, length, Hkv, d]."""
