@@ -123,7 +123,8 @@ def lora_shrink(
     block_r = power_of_two(max_rank, 16, 64)
     block_k = power_of_two(depth, 16, 128 if x.dtype != torch.float32 else 64)
     split_depth = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
-    partial = h if splits == 1 else h.new_empty(splits, rows, max_rank)
+    # zeros: the sum below also adds places that no program writes, and what lies there may overflow
+    partial = h if splits == 1 else h.new_zeros(splits, rows, max_rank)
     _shrink_kernel[(blocks.max_blocks, triton.cdiv(max_rank, block_r), splits)](
         x,
         x if x_rows is None else x_rows,
