@@ -1,0 +1,184 @@
+"""LoRA shrink of routed experts by position: h[j, p] = A[s, e][:, part j] @ x[p, part j].
+
+One plane j of float32 partial sums per part of the depth; consumers add the planes in order. Work
+is cut by positions: BLOCK_M of them, whose runs are done one after another; with BLOCK_M = 1 a
+position is a matrix-vector product. Base rows and sentinels are neither read nor written.
+
+| array | shape | holds |
+|---|---|---|
+| hidden | [T, H], or [P, H] when SCALED | inputs of tokens, or of pairs |
+| rank, a_offset, a_stride | [S] int64 | the site's table |
+| h | [PLANES, P, max_rank] float32 | by position; columns from the slot's rank on unspecified |
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.moe_gate_up import SiteFactors
+from vexpert.kernels.moe_order import PairOrder
+from vexpert.kernels.moe_tiles import read_run
+
+
+@dataclass(frozen=True)
+class ShrinkShape:
+    """Positions and depth of a program's part, and how Triton runs it."""
+
+    block_m: int
+    planes: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@triton.jit
+def _shrink_kernel(
+    hidden,
+    topk_ids,
+    slots,
+    pair_at,
+    expert_at,
+    slot_at,
+    run_end,
+    arena,
+    rank_of,
+    a_offset,
+    a_stride,
+    h,
+    num_pairs,
+    num_experts,
+    depth,
+    part,
+    max_rank,
+    stride_x,
+    TOP_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    at = tl.program_id(0) * BLOCK_M
+    end = tl.minimum(at + BLOCK_M, num_pairs)
+    left = tl.program_id(1) * part
+    right = tl.minimum(left + part, depth)
+    k = tl.arange(0, BLOCK_K)
+    plane = h + tl.program_id(1).to(tl.int64) * num_pairs * max_rank
+    position = at + tl.arange(0, BLOCK_M)
+    if BLOCK_M > 1:
+        pair = tl.load(pair_at + position, mask=position < end, other=0)
+        source = pair
+        if not SCALED:
+            source = pair // TOP_K
+        x_line = hidden + source.to(tl.int64)[:, None] * stride_x
+    while at < end:
+        slot, stop = read_run(at, end, slots, slot_at, run_end, TOP_K, IDENTITY)
+        if IDENTITY:
+            expert = tl.load(topk_ids + at).to(tl.int64)
+        else:
+            expert = tl.load(expert_at + at).to(tl.int64)
+        if (slot >= 0) & (expert >= 0) & (expert < num_experts):
+            rank = tl.load(rank_of + slot)
+            a = arena + tl.load(a_offset + slot) + expert * tl.load(a_stride + slot)
+            for r in range(0, rank, BLOCK_R):
+                inner = r + tl.arange(0, BLOCK_R)
+                used = inner < rank
+                if BLOCK_M == 1:
+                    one = at
+                    if not IDENTITY:
+                        one = tl.load(pair_at + at)
+                    if not SCALED:
+                        one = one // TOP_K
+                    line = hidden + one.to(tl.int64) * stride_x
+                    product = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.float32)
+                    for first in range(left, right, BLOCK_K):
+                        within = first + k < right
+                        x_part = tl.load(line + first + k, mask=within, other=0.0)
+                        a_tile = tl.load(
+                            a + inner[:, None] * depth + (first + k)[None, :],
+                            mask=used[:, None] & within[None, :],
+                            other=0.0,
+                        )
+                        product += a_tile.to(tl.float32) * x_part.to(tl.float32)[None, :]
+                    total = tl.sum(product, 1)
+                    tl.store(plane + at.to(tl.int64) * max_rank + inner, total, mask=used)
+                else:
+                    own = (position >= at) & (position < stop)
+                    sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+                    for first in range(left, right, BLOCK_K):
+                        within = first + k < right
+                        x_tile = tl.load(
+                            x_line + (first + k)[None, :],
+                            mask=own[:, None] & within[None, :],
+                            other=0.0,
+                        )
+                        a_tile = tl.load(
+                            a + inner[None, :] * depth + (first + k)[:, None],
+                            mask=used[None, :] & within[:, None],
+                            other=0.0,
+                        )
+                        sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
+                    tl.store(
+                        plane + position.to(tl.int64)[:, None] * max_rank + inner[None, :],
+                        sums,
+                        mask=own[:, None] & used[None, :],
+                    )
+        at = stop
+
+
+def moe_shrink(
+    hidden: torch.Tensor,
+    order: PairOrder,
+    lora: SiteFactors,
+    shape: ShrinkShape,
+    scaled: bool = False,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """h, see the table above."""
+    assert order.slots is not None
+    assert not order.is_identity or shape.block_m == 1
+    assert hidden.stride(1) == 1, hidden.stride()
+    pairs, depth = order.num_pairs, hidden.shape[1]
+    part = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k) * shape.block_k
+    planes = triton.cdiv(depth, part)
+    h = torch.empty(planes, pairs, lora.max_rank, dtype=torch.float32, device=hidden.device)
+    _shrink_kernel[(triton.cdiv(pairs, shape.block_m), planes)](
+        hidden,
+        order.topk_ids,
+        order.slots,
+        order.pair,
+        order.expert,
+        order.slot,
+        order.run_end,
+        lora.arena,
+        lora.rank,
+        lora.a_offset,
+        lora.a_stride,
+        h,
+        pairs,
+        order.num_experts,
+        depth,
+        part,
+        lora.max_rank,
+        hidden.stride(0),
+        TOP_K=order.top_k,
+        SCALED=scaled,
+        IDENTITY=order.is_identity,
+        EVEN=depth % part == 0,
+        PRECISION=dot_precision(hidden.dtype),
+        BLOCK_M=shape.block_m,
+        BLOCK_K=shape.block_k,
+        BLOCK_R=power_of_two(lora.max_rank, 16, 32 if shape.block_m == 1 else 64),
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **pdl_options(pdl),
+    )
+    return h
