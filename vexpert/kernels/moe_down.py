@@ -17,17 +17,111 @@ At position p of expert e and slot s:
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
-from vexpert.kernels.moe_gate_up import SiteFactors, TileShape
+from vexpert.kernels.moe_gate_up import SiteFactors, TileShape, weight_rows
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_tiles import expand_run, read_run, read_tile
 
 
 @triton.jit
+def _down_tile(
+    expert,
+    start,
+    end,
+    block,
+    inter,
+    inter_rows,
+    weight,
+    weight_rows,
+    bias,
+    topk_weights,
+    out,
+    slots,
+    pair_at,
+    slot_at,
+    run_end,
+    hd,
+    arena,
+    slice_rank,
+    slice_column,
+    b_offset,
+    b_stride,
+    num_pairs,
+    depth,
+    size,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    max_rank,
+    TOP_K: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    PLANES: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    position = start + tl.arange(0, BLOCK_M)
+    mine = position < end
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < size
+    k = tl.arange(0, BLOCK_K)
+    expert = expert.to(tl.int64)
+    x_at = inter + position.to(tl.int64)[:, None] * depth + k[None, :]
+    w_at = weight + expert * stride_we
+    w_at += n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+    line = (expert * size + block * BLOCK_N).to(tl.int32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for first in range(0, depth, BLOCK_K):
+        if TMA:
+            x_tile = inter_rows.load([start, first])
+            w_tile = weight_rows.load([line, first]).T
+        elif EVEN:
+            x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
+            w_tile = tl.load(w_at)
+        else:
+            within = first + k < depth
+            x_tile = tl.load(x_at, mask=mine[:, None] & within[None, :], other=0.0)
+            w_tile = tl.load(w_at, mask=inside[None, :] & within[:, None], other=0.0)
+        total = tl.dot(x_tile, w_tile, total, input_precision=PRECISION)
+        x_at += BLOCK_K
+        w_at += BLOCK_K * stride_wk
+    if HAS_BIAS:
+        total += tl.load(bias + expert * size + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if HAS_LORA:
+        at = start
+        while at < end:
+            slot, stop = read_run(at, end, slots, slot_at, run_end, TOP_K, False)
+            if slot >= 0:
+                own = mine & (position >= at) & (position < stop)
+                total = expand_run(
+                    total, hd, arena, slice_rank, slice_column, b_offset, b_stride, slot, expert,
+                    position, own, n, size, num_pairs * max_rank, max_rank, PLANES, BLOCK_R,
+                    PRECISION,
+                )  # fmt: skip
+            at = stop
+    pair = tl.load(pair_at + position, mask=mine, other=0)
+    if HAS_WEIGHTS:
+        total *= tl.load(topk_weights + pair, mask=mine, other=0.0).to(tl.float32)[:, None]
+    target = out + pair.to(tl.int64)[:, None] * size + n[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=mine[:, None] & inside[None, :])
+
+
+@triton.jit
 def _down_kernel(
     inter,
+    inter_rows,
+    inter_tail_rows,
     weight,
+    weight_rows,
     bias,
     topk_weights,
     out,
@@ -58,8 +152,10 @@ def _down_kernel(
     HAS_LORA: tl.constexpr,
     PLANES: tl.constexpr,
     EVEN: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
     BLOCK_R: tl.constexpr,
@@ -74,46 +170,15 @@ def _down_kernel(
     )
     if end < 0:
         return
-    position = start + tl.arange(0, BLOCK_M)
-    mine = position < end
-    n = tl.program_id(0) % blocks * BLOCK_N + tl.arange(0, BLOCK_N)
-    inside = n < size
-    k = tl.arange(0, BLOCK_K)
-    expert = expert.to(tl.int64)
-    x_at = inter + position.to(tl.int64)[:, None] * depth + k[None, :]
-    w_at = weight + expert * stride_we
-    w_at += n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    for first in range(0, depth, BLOCK_K):
-        if EVEN:
-            x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
-            w_tile = tl.load(w_at)
-        else:
-            within = first + k < depth
-            x_tile = tl.load(x_at, mask=mine[:, None] & within[None, :], other=0.0)
-            w_tile = tl.load(w_at, mask=inside[None, :] & within[:, None], other=0.0)
-        total = tl.dot(x_tile, w_tile, total, input_precision=PRECISION)
-        x_at += BLOCK_K
-        w_at += BLOCK_K * stride_wk
-    if HAS_BIAS:
-        total += tl.load(bias + expert * size + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if HAS_LORA:
-        at = start
-        while at < end:
-            slot, stop = read_run(at, end, slots, slot_at, run_end, TOP_K, False)
-            if slot >= 0:
-                own = mine & (position >= at) & (position < stop)
-                total = expand_run(
-                    total, hd, arena, slice_rank, slice_column, b_offset, b_stride, slot, expert,
-                    position, own, n, size, num_pairs * max_rank, max_rank, PLANES, BLOCK_R,
-                    PRECISION,
-                )  # fmt: skip
-            at = stop
-    pair = tl.load(pair_at + position, mask=mine, other=0)
-    if HAS_WEIGHTS:
-        total *= tl.load(topk_weights + pair, mask=mine, other=0.0).to(tl.float32)[:, None]
-    target = out + pair.to(tl.int64)[:, None] * size + n[None, :]
-    tl.store(target, total.to(out.dtype.element_ty), mask=mine[:, None] & inside[None, :])
+    block = tl.program_id(0) % blocks
+    if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
+        _down_tile(
+            expert, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias, topk_weights, out, slots, pair_at, slot_at, run_end, hd, arena, slice_rank, slice_column, b_offset, b_stride, num_pairs, depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, EVEN, TMA, PRECISION, TAIL_M, BLOCK_N, BLOCK_K, BLOCK_R, PDL,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            expert, start, end, block, inter, inter_rows, weight, weight_rows, bias, topk_weights, out, slots, pair_at, slot_at, run_end, hd, arena, slice_rank, slice_column, b_offset, b_stride, num_pairs, depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, EVEN, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, PDL,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -224,9 +289,15 @@ def moe_down(
     size = weight.shape[1]
     out = torch.empty(pairs, size, dtype=inter.dtype, device=inter.device)
     none = inter
+    tail_m = shape.tail_m or order.block_m
+    rows = [inter, inter]
+    if shape.tma:
+        rows = [TensorDescriptor.from_tensor(inter, [m, shape.block_k]) for m in (order.block_m, tail_m)]
     _down_kernel[(order.max_tiles * triton.cdiv(size, shape.block_n),)](
         inter,
+        *rows,
         weight,
+        weight_rows(weight, shape) if shape.tma else weight,
         none if bias is None else bias,
         none if topk_weights is None else topk_weights,
         out,
@@ -251,8 +322,10 @@ def moe_down(
         HAS_LORA=lora is not None,
         PLANES=1 if hd is None else hd.shape[0],
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
+        TMA=shape.tma,
         PRECISION=dot_precision(inter.dtype),
         BLOCK_M=order.block_m,
+        TAIL_M=tail_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
         BLOCK_R=16 if lora is None else power_of_two(lora.max_rank, 16, 64),

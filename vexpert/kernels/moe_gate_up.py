@@ -20,6 +20,7 @@ from dataclasses import dataclass
 import torch
 import triton
 import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.activations import Activation, activate
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
@@ -54,12 +55,26 @@ class TileShape:
     block_k: int
     num_warps: int = 4
     num_stages: int = 3
+    tail_m: int = 0  # rows of the smaller tile that an expert's last pairs take if they fit; 0: none
+    tma: bool = False  # weights through the tensor memory accelerator: [E, N, K] contiguous
+
+
+def weight_rows(weight: torch.Tensor, shape: TileShape) -> TensorDescriptor:
+    """All experts' rows [E * N, K] for block loads of [block_n, block_k]."""
+    assert weight.is_contiguous(), weight.stride()
+    rows = weight.view(-1, weight.shape[2])
+    return TensorDescriptor.from_tensor(rows, [shape.block_n, shape.block_k])
 
 
 @triton.jit
-def _gate_up_kernel(
+def _gate_up_tile(
+    expert,
+    start,
+    end,
+    block,
     hidden,
     weight,
+    weight_rows,
     bias,
     inter,
     topk_ids,
@@ -67,10 +82,6 @@ def _gate_up_kernel(
     pair_at,
     slot_at,
     run_end,
-    tile_expert,
-    tile_start,
-    tile_end,
-    num_tiles,
     h,
     arena,
     slice_rank,
@@ -83,7 +94,6 @@ def _gate_up_kernel(
     down_a_offset,
     down_a_stride,
     num_pairs,
-    num_experts,
     num_slots,
     depth,
     size,
@@ -107,6 +117,7 @@ def _gate_up_kernel(
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     EVEN: tl.constexpr,
+    TMA: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -116,17 +127,6 @@ def _gate_up_kernel(
     WAIT_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_release(PDL)
-    # With a shrink between, the order was complete before this kernel could start.
-    pdl_wait(PDL and not WAIT_LATE)
-    blocks = tl.cdiv(size, BLOCK_N)
-    tile = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
-    expert, start, end = read_tile(
-        tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY
-    )
-    if end < 0:
-        return
     position = start + tl.arange(0, BLOCK_M)
     mine = position < end
     pair = position
@@ -143,10 +143,14 @@ def _gate_up_kernel(
     x_at = hidden + source.to(tl.int64)[:, None] * stride_x + k[None, :]
     gate_at = weight + expert * stride_we + column[None, :] * stride_wn + k[:, None] * stride_wk
     up_at = gate_at + up_start * stride_wn
+    line = (expert * (size * (2 if GATED else 1)) + block * BLOCK_N).to(tl.int32)
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     for first in range(0, depth, BLOCK_K):
-        if EVEN:
+        if TMA:
+            x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
+            gate_tile = weight_rows.load([line, first]).T
+        elif EVEN:
             x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
             gate_tile = tl.load(gate_at)
         else:
@@ -156,7 +160,9 @@ def _gate_up_kernel(
             gate_tile = tl.load(gate_at, mask=keep, other=0.0)
         gate = tl.dot(x_tile, gate_tile, gate, input_precision=PRECISION)
         if GATED:
-            if EVEN:
+            if TMA:
+                up_tile = weight_rows.load([line + up_start, first]).T
+            elif EVEN:
                 up_tile = tl.load(up_at)
             else:
                 up_tile = tl.load(up_at, mask=keep, other=0.0)
@@ -215,6 +221,90 @@ def _gate_up_kernel(
             at = stop
 
 
+@triton.jit
+def _gate_up_kernel(
+    hidden,
+    weight,
+    weight_rows,
+    bias,
+    inter,
+    topk_ids,
+    slots,
+    pair_at,
+    slot_at,
+    run_end,
+    tile_expert,
+    tile_start,
+    tile_end,
+    num_tiles,
+    h,
+    arena,
+    slice_rank,
+    slice_column,
+    b_offset,
+    b_stride,
+    hd,
+    down_arena,
+    down_rank,
+    down_a_offset,
+    down_a_stride,
+    num_pairs,
+    num_experts,
+    num_slots,
+    depth,
+    size,
+    stride_x,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    up_start,
+    column_step,
+    max_rank,
+    down_max_rank,
+    TOP_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_UP_LORA: tl.constexpr,
+    HAS_DOWN_LORA: tl.constexpr,
+    PLANES: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DOWN_BLOCK_R: tl.constexpr,
+    WAIT_LATE: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_release(PDL)
+    # With a shrink between, the order was complete before this kernel could start.
+    pdl_wait(PDL and not WAIT_LATE)
+    blocks = tl.cdiv(size, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    expert, start, end = read_tile(
+        tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY
+    )
+    if end < 0:
+        return
+    if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
+        _gate_up_tile(
+            expert, start, end, block, hidden, weight, weight_rows, bias, inter, topk_ids, slots, pair_at, slot_at, run_end, h, arena, slice_rank, slice_column, b_offset, b_stride, hd, down_arena, down_rank, down_a_offset, down_a_stride, num_pairs, num_slots, depth, size, stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, down_max_rank, TOP_K, SCALED, IDENTITY, GATED, HAS_BIAS, HAS_UP_LORA, HAS_DOWN_LORA, PLANES, ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, TAIL_M, BLOCK_N, BLOCK_K, BLOCK_R, DOWN_BLOCK_R, WAIT_LATE, PDL,
+        )  # fmt: skip
+    else:
+        _gate_up_tile(
+            expert, start, end, block, hidden, weight, weight_rows, bias, inter, topk_ids, slots, pair_at, slot_at, run_end, h, arena, slice_rank, slice_column, b_offset, b_stride, hd, down_arena, down_rank, down_a_offset, down_a_stride, num_pairs, num_slots, depth, size, stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, down_max_rank, TOP_K, SCALED, IDENTITY, GATED, HAS_BIAS, HAS_UP_LORA, HAS_DOWN_LORA, PLANES, ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, DOWN_BLOCK_R, WAIT_LATE, PDL,
+        )  # fmt: skip
+
+
 def moe_gate_up(
     hidden: torch.Tensor,
     weight: torch.Tensor,
@@ -251,6 +341,7 @@ def moe_gate_up(
     _gate_up_kernel[(tiles * blocks,)](
         hidden,
         weight,
+        weight_rows(weight, shape) if shape.tma else weight,
         none if bias is None else bias,
         inter,
         order.topk_ids,
@@ -289,8 +380,10 @@ def moe_gate_up(
         ALPHA=activation.alpha,
         LIMIT=activation.limit,
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
+        TMA=shape.tma,
         PRECISION=dot_precision(hidden.dtype),
         BLOCK_M=order.block_m,
+        TAIL_M=shape.tail_m or order.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
         BLOCK_R=16 if up is None else power_of_two(up.max_rank // up.slice_rank.shape[0], 16, 64),

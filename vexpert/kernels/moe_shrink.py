@@ -6,7 +6,7 @@ position is a matrix-vector product. Base rows and sentinels are neither read no
 
 | array | shape | holds |
 |---|---|---|
-| hidden | [T, H], or [P, H] when SCALED | inputs of tokens, or of pairs |
+| hidden | [T, H], or [P, H] when SCALED or BY_POSITION | inputs of tokens, pairs or positions |
 | rank, a_offset, a_stride | [S] int64 | the site's table |
 | h | [PLANES, P, max_rank] float32 | by position; columns from the slot's rank on unspecified |
 """
@@ -55,6 +55,7 @@ def _shrink_kernel(
     max_rank,
     stride_x,
     TOP_K: tl.constexpr,
+    BY_POSITION: tl.constexpr,
     SCALED: tl.constexpr,
     IDENTITY: tl.constexpr,
     EVEN: tl.constexpr,
@@ -74,10 +75,11 @@ def _shrink_kernel(
     plane = h + tl.program_id(1).to(tl.int64) * num_pairs * max_rank
     position = at + tl.arange(0, BLOCK_M)
     if BLOCK_M > 1:
-        pair = tl.load(pair_at + position, mask=position < end, other=0)
-        source = pair
-        if not SCALED:
-            source = pair // TOP_K
+        source = position
+        if not BY_POSITION:
+            source = tl.load(pair_at + position, mask=position < end, other=0)
+            if not SCALED:
+                source = source // TOP_K
         x_line = hidden + source.to(tl.int64)[:, None] * stride_x
     while at < end:
         slot, stop = read_run(at, end, slots, slot_at, run_end, TOP_K, IDENTITY)
@@ -93,10 +95,11 @@ def _shrink_kernel(
                 used = inner < rank
                 if BLOCK_M == 1:
                     one = at
-                    if not IDENTITY:
-                        one = tl.load(pair_at + at)
-                    if not SCALED:
-                        one = one // TOP_K
+                    if not BY_POSITION:
+                        if not IDENTITY:
+                            one = tl.load(pair_at + at)
+                        if not SCALED:
+                            one = one // TOP_K
                     line = hidden + one.to(tl.int64) * stride_x
                     product = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.float32)
                     for first in range(left, right, BLOCK_K):
@@ -140,6 +143,7 @@ def moe_shrink(
     lora: SiteFactors,
     shape: ShrinkShape,
     scaled: bool = False,
+    by_position: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
     """h, see the table above."""
@@ -170,6 +174,7 @@ def moe_shrink(
         lora.max_rank,
         hidden.stride(0),
         TOP_K=order.top_k,
+        BY_POSITION=by_position,
         SCALED=scaled,
         IDENTITY=order.is_identity,
         EVEN=depth % part == 0,

@@ -9,6 +9,7 @@ from vexpert.kernels.combine import combine
 from vexpert.kernels.moe_down import moe_down, moe_down_tokens
 from vexpert.kernels.moe_gate_up import SiteFactors, moe_gate_up
 from vexpert.kernels.moe_order import identity_order, order_pairs
+from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_shrink import moe_shrink
 from vexpert.ops.moe_plan import MoePlan
 from vexpert.ops.types import LoraSite, SiteTable
@@ -82,6 +83,10 @@ def fused_experts(
     topk_weights = topk_weights.contiguous()
     if plan.is_identity:
         order = identity_order(topk_ids, slots, experts, plan.block_m)
+    elif plan.order_chunk:
+        order = order_many_pairs(
+            topk_ids, slots, experts, plan.block_m, plan.pdl, plan.order_chunk
+        )
     else:
         num_slots = 0 if lora is None else lora.num_slots
         order = order_pairs(topk_ids, slots, experts, num_slots, plan.block_m, plan.pdl)
@@ -93,7 +98,7 @@ def fused_experts(
     down_lora = None if lora is None else lora.down
     h = None
     if up_lora is not None:
-        h = moe_shrink(x, order, up_lora, plan.shrink, scaled, plan.pdl)
+        h = moe_shrink(x, order, up_lora, plan.shrink, scaled, pdl=plan.pdl)
     inter, hd = moe_gate_up(
         x,
         weights.gate_up,
@@ -104,10 +109,12 @@ def fused_experts(
         plan.gate_up,
         h,
         up_lora,
-        down_lora,
+        None if plan.down_shrink else down_lora,
         scaled,
         plan.pdl,
     )
+    if down_lora is not None and plan.down_shrink is not None:
+        hd = moe_shrink(inter, order, down_lora, plan.down_shrink, by_position=True, pdl=plan.pdl)
     down = moe_down_tokens if plan.is_identity else moe_down
     out = down(
         inter,

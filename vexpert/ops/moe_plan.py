@@ -15,4 +15,7 @@ class MoePlan:
     gate_up: TileShape
     down: TileShape
     shrink: ShrinkShape
+    # down's shrink as a launch of its own; None: partial sums in gate_up's epilogue
+    down_shrink: ShrinkShape | None = None
+    order_chunk: int = 0  # pairs of a chunk when pairs are ordered by counting; 0: by comparing all
     pdl: bool = True

@@ -1,0 +1,153 @@
+"""The same arrays as `moe_order` for many pairs, by counting: P * (CHUNK + pairs of one expert).
+
+1. count: pairs of each expert in each chunk.
+2. place: position by expert = pairs of lower experts + of this one in earlier chunks + in this one.
+3. refine, with slots only: within an expert's positions, order by slot and find the runs.
+
+| array | shape | holds |
+|---|---|---|
+| count | [chunks, BINS] int32 | pairs of expert b in chunk c; bin E: sentinels |
+| low, high | [P] int32 | the positions of this position's expert |
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.moe_order import PairOrder, _keys
+
+
+@triton.jit
+def _count_kernel(
+    topk_ids, count, num_pairs, num_experts,
+    TOP_K: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    expert, _ = _keys(topk_ids, topk_ids, mine, mine < num_pairs, num_experts, TOP_K, False)
+    bins = tl.histogram(expert, BINS)
+    tl.store(count + tl.program_id(0) * BINS + tl.arange(0, BINS), bins)
+
+
+@triton.jit
+def _place_kernel(
+    topk_ids, slots, count, pair_at, expert_at, slot_at, low, high,
+    tile_expert, tile_start, tile_end, num_tiles, num_pairs, num_experts, chunks,
+    TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    BINS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    chunk = tl.program_id(0)
+    bins = tl.arange(0, BINS)
+    total = tl.zeros((BINS,), dtype=tl.int32)
+    earlier = tl.zeros((BINS,), dtype=tl.int32)
+    for first in range(0, chunks, ROWS):
+        row = first + tl.arange(0, ROWS)
+        part = tl.load(
+            count + row[:, None] * BINS + bins[None, :], mask=row[:, None] < chunks, other=0
+        )
+        total += tl.sum(part, 0)
+        earlier += tl.sum(tl.where(row[:, None] < chunk, part, 0), 0)
+    total = tl.where(bins <= num_experts, total, 0)
+    tiles = tl.where(bins < num_experts, (total + BLOCK_M - 1) // BLOCK_M, 0)
+    start = tl.cumsum(total, 0) - total
+    first_tile = tl.cumsum(tiles, 0) - tiles
+    mine = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = mine < num_pairs
+    expert, slot = _keys(topk_ids, slots, mine, inside, num_experts, TOP_K, HAS_SLOTS)
+    # The same pairs once more, as columns.
+    other = chunk * CHUNK + tl.arange(0, CHUNK)
+    its_expert, _ = _keys(
+        topk_ids, slots, other, other < num_pairs, num_experts, TOP_K, False
+    )
+    same = (its_expert[None, :] == expert[:, None]) & (other[None, :] < mine[:, None])
+    within = tl.gather(earlier, expert, 0) + tl.sum(same.to(tl.int32), 1)
+    left = tl.gather(start, expert, 0)
+    right = left + tl.gather(total, expert, 0)
+    position = left + within
+    tl.store(pair_at + position, mine, mask=inside)
+    tl.store(expert_at + position, expert, mask=inside)
+    if HAS_SLOTS:
+        tl.store(slot_at + position, slot, mask=inside)
+        tl.store(low + position, left, mask=inside)
+        tl.store(high + position, right, mask=inside)
+    opens = inside & (expert < num_experts) & (within % BLOCK_M == 0)
+    tile = tl.gather(first_tile, expert, 0) + within // BLOCK_M
+    tl.store(tile_expert + tile, expert, mask=opens)
+    tl.store(tile_start + tile, position, mask=opens)
+    tl.store(tile_end + tile, tl.minimum(position + BLOCK_M, right), mask=opens)
+    if chunk == 0:
+        tl.store(num_tiles, tl.sum(tiles, 0))
+
+
+@triton.jit
+def _refine_kernel(
+    pair_by_expert, slot_by_expert, low, high, pair_at, slot_at, run_end, num_pairs,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = mine < num_pairs
+    slot = tl.load(slot_by_expert + mine, mask=inside, other=0)
+    left = tl.load(low + mine, mask=inside, other=num_pairs)
+    right = tl.load(high + mine, mask=inside, other=0)
+    before = tl.zeros((ROWS,), dtype=tl.int32)
+    equal_before = tl.zeros((ROWS,), dtype=tl.int32)
+    up_to = tl.zeros((ROWS,), dtype=tl.int32)
+    for first in range(tl.min(left, 0), tl.max(right, 0), CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        its_slot = tl.load(slot_by_expert + other, mask=other < num_pairs, other=0)
+        here = (other[None, :] >= left[:, None]) & (other[None, :] < right[:, None])
+        less = here & (its_slot[None, :] < slot[:, None])
+        equal = here & (its_slot[None, :] == slot[:, None])
+        before += tl.sum(less.to(tl.int32), 1)
+        up_to += tl.sum((less | equal).to(tl.int32), 1)
+        equal_before += tl.sum((equal & (other[None, :] < mine[:, None])).to(tl.int32), 1)
+    position = left + before + equal_before
+    pair = tl.load(pair_by_expert + mine, mask=inside, other=0)
+    tl.store(pair_at + position, pair, mask=inside)
+    tl.store(slot_at + position, slot, mask=inside)
+    tl.store(run_end + position, left + up_to, mask=inside)
+
+
+def order_many_pairs(
+    topk_ids: torch.Tensor,
+    slots: torch.Tensor | None,
+    num_experts: int,
+    block_m: int,
+    pdl: bool = False,
+    chunk: int = 256,
+) -> PairOrder:
+    """What `order_pairs` gives, for any number of pairs."""
+    assert topk_ids.is_contiguous(), topk_ids.stride()
+    tokens, top_k = topk_ids.shape
+    pairs, device = tokens * top_k, topk_ids.device
+    chunks, bins = triton.cdiv(pairs, chunk), power_of_two(num_experts + 2, 16, 4096)
+    max_tiles = min(pairs, pairs // block_m + min(pairs, num_experts))
+    count = torch.empty(chunks, bins, dtype=torch.int32, device=device)
+    at = torch.empty(8, pairs, dtype=torch.int32, device=device)
+    tile = torch.empty(3, max_tiles, dtype=torch.int32, device=device)
+    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
+    pair, expert, slot, low, high, ordered, ordered_slot, run_end = at
+    options = pdl_options(pdl)
+    _count_kernel[(chunks,)](
+        topk_ids, count, pairs, num_experts, TOP_K=top_k, CHUNK=chunk, BINS=bins, **options
+    )
+    _place_kernel[(chunks,)](
+        topk_ids, topk_ids if slots is None else slots, count, pair, expert, slot, low, high,
+        *tile, num_tiles, pairs, num_experts, chunks, TOP_K=top_k, HAS_SLOTS=slots is not None,
+        BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=16, num_warps=8, **options,
+    )  # fmt: skip
+    if slots is not None:
+        _refine_kernel[(triton.cdiv(pairs, 32),)](
+            pair, slot, low, high, ordered, ordered_slot, run_end, pairs,
+            ROWS=32, CHUNK=128, **options,
+        )  # fmt: skip
+        pair, slot = ordered, ordered_slot
+    return PairOrder(
+        topk_ids, slots, pair, expert, slot, run_end, *tile, num_tiles, block_m, num_experts, False
+    )
