@@ -1,10 +1,8 @@
-"""gate_up product, LoRA expand, activation and the partial sums of down's LoRA shrink, in one.
+"""gate_up product, LoRA expand and activation in one.
 
 At position p of expert e and slot s, x = hidden[pair[p] / K]:
-  g, u         = W[e] x + bias[e] + B[s, e] h[p]           h: see `moe_shrink`
+  g, u         = W[e] x + bias[e] + B[s, e] (sum over planes j of h[j, p])     h: see `moe_shrink`
   inter[p]     = activation(g, u)                          [I], in x's dtype
-  hd[j, p]     = A_down[s, e][:, block j] @ inter[p, block j]    block j: BLOCK_N columns
-Partial sums are float32, one plane j per block; `moe_down` adds them in order.
 
 | array | shape | holds |
 |---|---|---|
@@ -12,7 +10,6 @@ Partial sums are float32, one plane j per block; `moe_down` adds them in order.
 | weight | [E, n * I, H] in any strides | gate at column_step * i, up at up_start + column_step * i |
 | h | [PLANES, P, max_rank] float32 | shrunk rows by position |
 | inter | [P, I] | by position |
-| hd | [ceil(I / BLOCK_N), P, max_rank of down] float32 | by position; base rows unspecified |
 """
 
 from dataclasses import dataclass
@@ -25,7 +22,8 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vexpert.kernels.activations import Activation, activate
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_order import PairOrder
-from vexpert.kernels.moe_tiles import expand_run, read_run, read_tile
+from vexpert.kernels.moe_runs import TileRuns
+from vexpert.kernels.moe_tiles import items_of, load_factors, read_tile
 
 
 @dataclass(frozen=True)
@@ -45,6 +43,20 @@ class SiteFactors:
     @property
     def num_slots(self) -> int:
         return self.rank.shape[0]
+
+    @property
+    def slice_max_rank(self) -> int:
+        return self.max_rank // self.slice_rank.shape[0]
+
+
+@dataclass(frozen=True)
+class Expand:
+    """LoRA of one product: shrunk rows, factors, and how items are stacked."""
+
+    h: torch.Tensor  # [PLANES, P, max_rank] float32
+    factors: SiteFactors
+    runs: TileRuns | None  # None: every row is an item
+    group: int  # items of one dot
 
 
 @dataclass(frozen=True)
@@ -66,9 +78,34 @@ def weight_rows(weight: torch.Tensor, shape: TileShape) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [shape.block_n, shape.block_k])
 
 
+def expand_tensors(lora: Expand | None, none: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    """tile_runs, tile_num_runs, h and the factors' tables, in the kernels' order."""
+    if lora is None:
+        return (none,) * 8
+    f, runs = lora.factors, lora.runs
+    lists = (none, none) if runs is None else (runs.tile_runs, runs.tile_num_runs)
+    return (*lists, lora.h, f.arena, f.slice_rank, f.slice_column, f.b_offset, f.b_stride)
+
+
+def expand_options(lora: Expand | None) -> dict[str, int | bool]:
+    """The constants of LoRA that the kernels share."""
+    if lora is None:
+        return {"HAS_LORA": False, "PLANES": 1, "BY_RUN": False, "GROUP": 1, "BLOCK_R": 16, "RANK_STEPS": 1}  # fmt: skip
+    block_r = power_of_two(lora.factors.slice_max_rank, 16 if lora.group == 1 else 1, 64)
+    return {
+        "HAS_LORA": True,
+        "PLANES": lora.h.shape[0],
+        "BY_RUN": lora.runs is not None,
+        "GROUP": max(lora.group, 16 // block_r),  # a dot is at least 16 deep
+        "BLOCK_R": block_r,
+        "RANK_STEPS": triton.cdiv(lora.factors.slice_max_rank, block_r),
+    }
+
+
 @triton.jit
 def _gate_up_tile(
     expert,
+    tile,
     start,
     end,
     block,
@@ -77,22 +114,18 @@ def _gate_up_tile(
     weight_rows,
     bias,
     inter,
-    topk_ids,
     slots,
     pair_at,
     slot_at,
     run_end,
+    tile_runs,
+    tile_num_runs,
     h,
     arena,
     slice_rank,
     slice_column,
     b_offset,
     b_stride,
-    hd,
-    down_arena,
-    down_rank,
-    down_a_offset,
-    down_a_stride,
     num_pairs,
     num_slots,
     depth,
@@ -104,37 +137,36 @@ def _gate_up_tile(
     up_start,
     column_step,
     max_rank,
-    down_max_rank,
     TOP_K: tl.constexpr,
     SCALED: tl.constexpr,
     IDENTITY: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_UP_LORA: tl.constexpr,
-    HAS_DOWN_LORA: tl.constexpr,
+    HAS_LORA: tl.constexpr,
     PLANES: tl.constexpr,
+    BY_RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    RUN_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DOWN_BLOCK_R: tl.constexpr,
-    WAIT_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     position = start + tl.arange(0, BLOCK_M)
     mine = position < end
-    pair = position
+    source = position
     if not IDENTITY:
-        pair = tl.load(pair_at + position, mask=mine, other=0)
-    source = pair
+        source = tl.load(pair_at + position, mask=mine, other=0)
     if not SCALED:
-        source = pair // TOP_K
+        source = source // TOP_K
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < size
     k = tl.arange(0, BLOCK_K)
@@ -175,50 +207,37 @@ def _gate_up_tile(
         gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias_at + up_start, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if HAS_UP_LORA:
-        pdl_wait(PDL and WAIT_LATE)
-        plane = num_pairs * max_rank
-        at = start
-        while at < end:
-            slot, stop = read_run(at, end, slots, slot_at, run_end, TOP_K, IDENTITY)
-            if slot >= 0:
-                own = mine & (position >= at) & (position < stop)
-                gate = expand_run(
-                    gate, h, arena, slice_rank, slice_column, b_offset, b_stride, slot, expert,
-                    position, own, n, size, plane, max_rank, PLANES, BLOCK_R, PRECISION,
+    if HAS_LORA:
+        pdl_wait(PDL)  # for the shrink; the order was complete before this kernel could start
+        count = end - start
+        if BY_RUN:
+            count = tl.load(tile_num_runs + tile)
+        for item in range(0, count, GROUP):
+            low, high, slot, r = items_of(
+                item, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
+                TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+            )  # fmt: skip
+            active = slot >= 0
+            own = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
+            own = own & mine[:, None]
+            for step in tl.static_range(RANK_STEPS):
+                at = r + step * BLOCK_R
+                h_gate, b_gate = load_factors(
+                    h, arena, slice_rank, slice_column, b_offset, b_stride, slot, active, expert,
+                    position, own, at, n, inside, size, num_pairs * max_rank, max_rank, PLANES,
                 )  # fmt: skip
                 if GATED:
-                    up = expand_run(
-                        up, h, arena, slice_rank, slice_column, b_offset, b_stride,
-                        num_slots + slot, expert, position, own, n, size, plane, max_rank,
-                        PLANES, BLOCK_R, PRECISION,
+                    h_up, b_up = load_factors(
+                        h, arena, slice_rank, slice_column, b_offset, b_stride, num_slots + slot,
+                        active, expert, position, own, at, n, inside, size,
+                        num_pairs * max_rank, max_rank, PLANES,
                     )  # fmt: skip
-            at = stop
+                gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
+                if GATED:
+                    up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
     out = activate(gate, up, ACTIVATION, ALPHA, LIMIT).to(inter.dtype.element_ty)
     target = inter + position.to(tl.int64)[:, None] * size + n[None, :]
     tl.store(target, out, mask=mine[:, None] & inside[None, :])
-    if HAS_DOWN_LORA:
-        out = tl.where(inside[None, :], out, 0.0)
-        hd_at = hd + (block.to(tl.int64) * num_pairs + position)[:, None] * down_max_rank
-        at = start
-        while at < end:
-            slot, stop = read_run(at, end, slots, slot_at, run_end, TOP_K, IDENTITY)
-            if slot >= 0:
-                rank = tl.load(down_rank + slot)
-                own = mine & (position >= at) & (position < stop)
-                a = down_arena + tl.load(down_a_offset + slot)
-                a += expert * tl.load(down_a_stride + slot)
-                for r in range(0, rank, DOWN_BLOCK_R):
-                    inner = r + tl.arange(0, DOWN_BLOCK_R)
-                    used = inner < rank
-                    a_tile = tl.load(
-                        a + inner[None, :] * size + n[:, None],
-                        mask=used[None, :] & inside[:, None],
-                        other=0.0,
-                    )
-                    part = tl.dot(out, a_tile, input_precision=PRECISION)
-                    tl.store(hd_at + inner[None, :], part, mask=own[:, None] & used[None, :])
-            at = stop
 
 
 @triton.jit
@@ -237,17 +256,14 @@ def _gate_up_kernel(
     tile_start,
     tile_end,
     num_tiles,
+    tile_runs,
+    tile_num_runs,
     h,
     arena,
     slice_rank,
     slice_column,
     b_offset,
     b_stride,
-    hd,
-    down_arena,
-    down_rank,
-    down_a_offset,
-    down_a_stride,
     num_pairs,
     num_experts,
     num_slots,
@@ -260,33 +276,33 @@ def _gate_up_kernel(
     up_start,
     column_step,
     max_rank,
-    down_max_rank,
     TOP_K: tl.constexpr,
     SCALED: tl.constexpr,
     IDENTITY: tl.constexpr,
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_UP_LORA: tl.constexpr,
-    HAS_DOWN_LORA: tl.constexpr,
+    HAS_LORA: tl.constexpr,
     PLANES: tl.constexpr,
+    BY_RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
+    RUN_STRIDE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     TAIL_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DOWN_BLOCK_R: tl.constexpr,
-    WAIT_LATE: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_release(PDL)
-    # With a shrink between, the order was complete before this kernel could start.
-    pdl_wait(PDL and not WAIT_LATE)
+    # With a shrink between, the order was complete before this kernel could start: wait later.
+    pdl_wait(PDL and not HAS_LORA)
     blocks = tl.cdiv(size, BLOCK_N)
     tile = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -297,11 +313,23 @@ def _gate_up_kernel(
         return
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _gate_up_tile(
-            expert, start, end, block, hidden, weight, weight_rows, bias, inter, topk_ids, slots, pair_at, slot_at, run_end, h, arena, slice_rank, slice_column, b_offset, b_stride, hd, down_arena, down_rank, down_a_offset, down_a_stride, num_pairs, num_slots, depth, size, stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, down_max_rank, TOP_K, SCALED, IDENTITY, GATED, HAS_BIAS, HAS_UP_LORA, HAS_DOWN_LORA, PLANES, ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, TAIL_M, BLOCK_N, BLOCK_K, BLOCK_R, DOWN_BLOCK_R, WAIT_LATE, PDL,
+            expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, slots,
+            pair_at, slot_at, run_end, tile_runs, tile_num_runs, h, arena, slice_rank,
+            slice_column, b_offset, b_stride, num_pairs, num_slots, depth, size, stride_x,
+            stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K, SCALED,
+            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, BLOCK_R, RANK_STEPS,
+            ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N,
+            BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _gate_up_tile(
-            expert, start, end, block, hidden, weight, weight_rows, bias, inter, topk_ids, slots, pair_at, slot_at, run_end, h, arena, slice_rank, slice_column, b_offset, b_stride, hd, down_arena, down_rank, down_a_offset, down_a_stride, num_pairs, num_slots, depth, size, stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, down_max_rank, TOP_K, SCALED, IDENTITY, GATED, HAS_BIAS, HAS_UP_LORA, HAS_DOWN_LORA, PLANES, ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, BLOCK_R, DOWN_BLOCK_R, WAIT_LATE, PDL,
+            expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, slots,
+            pair_at, slot_at, run_end, tile_runs, tile_num_runs, h, arena, slice_rank,
+            slice_column, b_offset, b_stride, num_pairs, num_slots, depth, size, stride_x,
+            stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K, SCALED,
+            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, BLOCK_R, RANK_STEPS,
+            ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N,
+            BLOCK_K, PDL,
         )  # fmt: skip
 
 
@@ -313,32 +341,21 @@ def moe_gate_up(
     columns: tuple[int, int, int],
     activation: Activation,
     shape: TileShape,
-    h: torch.Tensor | None = None,
-    up_lora: SiteFactors | None = None,
-    down_lora: SiteFactors | None = None,
+    lora: Expand | None = None,
     scaled: bool = False,
     pdl: bool = False,
-) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """inter [P, I] and hd (None without down_lora), see the table above.
+) -> torch.Tensor:
+    """inter [P, I], see the table above.
 
     weight [E, N, H] (a view, if transposed); columns: (I, up_start, column_step).
     """
     size, up_start, step = columns
     pairs, depth = order.num_pairs, hidden.shape[1]
     assert hidden.stride(1) == 1, hidden.stride()
-    assert (h is None) == (up_lora is None)
     inter = torch.empty(pairs, size, dtype=hidden.dtype, device=hidden.device)
-    blocks = triton.cdiv(size, shape.block_n)
-    hd = None
-    if down_lora is not None:
-        hd = torch.empty(
-            blocks, pairs, down_lora.max_rank, dtype=torch.float32, device=hidden.device
-        )
-    up = up_lora or down_lora
-    down = down_lora or up_lora
     tiles = pairs if order.is_identity else order.max_tiles
     none = hidden
-    _gate_up_kernel[(tiles * blocks,)](
+    _gate_up_kernel[(tiles * triton.cdiv(size, shape.block_n),)](
         hidden,
         weight,
         weight_rows(weight, shape) if shape.tma else weight,
@@ -353,44 +370,36 @@ def moe_gate_up(
         order.tile_start,
         order.tile_end,
         order.num_tiles,
-        none if h is None else h,
-        *((none,) * 5 if up is None else (up.arena, up.slice_rank, up.slice_column, up.b_offset, up.b_stride)),
-        none if hd is None else hd,
-        *((none,) * 4 if down is None else (down.arena, down.rank, down.a_offset, down.a_stride)),
+        *expand_tensors(lora, none),
         pairs,
         order.num_experts,
-        0 if up is None else up.num_slots,
+        0 if lora is None else lora.factors.num_slots,
         depth,
         size,
         hidden.stride(0),
         *weight.stride(),
         up_start,
         step,
-        0 if up is None else up.max_rank,
-        0 if down is None else down.max_rank,
+        0 if lora is None else lora.factors.max_rank,
         TOP_K=order.top_k,
         SCALED=scaled,
         IDENTITY=order.is_identity,
         GATED=activation.has_gate,
         HAS_BIAS=bias is not None,
-        HAS_UP_LORA=up_lora is not None,
-        HAS_DOWN_LORA=down_lora is not None,
-        PLANES=1 if h is None else h.shape[0],
+        **expand_options(lora),
         ACTIVATION=activation.name,
         ALPHA=activation.alpha,
         LIMIT=activation.limit,
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
         TMA=shape.tma,
         PRECISION=dot_precision(hidden.dtype),
+        RUN_STRIDE=order.block_m,
         BLOCK_M=order.block_m,
         TAIL_M=shape.tail_m or order.block_m,
         BLOCK_N=shape.block_n,
         BLOCK_K=shape.block_k,
-        BLOCK_R=16 if up is None else power_of_two(up.max_rank // up.slice_rank.shape[0], 16, 64),
-        DOWN_BLOCK_R=16 if down is None else power_of_two(down.max_rank, 16, 64),
-        WAIT_LATE=up_lora is not None,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **pdl_options(pdl),
-    )  # fmt: skip
-    return inter, hd
+    )
+    return inter

@@ -9,7 +9,7 @@ the same way, so one launch needs no sort: P^2 comparisons, 1 us of one GPU's la
 | slots | [T] int or None | adapter slot of each token; < 0: base |
 | pair | [P] int32 | the pair at each position |
 | expert, slot | [P] int32 | its expert (E: sentinel) and slot (-1: base) |
-| run_end | [P] int32 | first position after this position's run of equal (expert, slot) |
+| run_start, run_end | [P] int32 | the run of equal (expert, slot) that this position is in |
 | tile_expert, tile_start, tile_end | [max_tiles] int32 | positions of at most BLOCK_M pairs |
 | num_tiles | [1] int32 | tiles that exist; sentinels are in none |
 """
@@ -32,6 +32,7 @@ class PairOrder:
     pair: torch.Tensor
     expert: torch.Tensor
     slot: torch.Tensor
+    run_start: torch.Tensor
     run_end: torch.Tensor
     tile_expert: torch.Tensor
     tile_start: torch.Tensor
@@ -74,6 +75,7 @@ def _order_kernel(
     pair_at,
     expert_at,
     slot_at,
+    run_start,
     run_end,
     tile_expert,
     tile_start,
@@ -87,6 +89,7 @@ def _order_kernel(
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
+    WIDE: tl.constexpr,
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -112,6 +115,11 @@ def _order_kernel(
         before += tl.sum(less.to(tl.int32), 1)
         up_to += tl.sum((less | equal).to(tl.int32), 1)
         equal_before += tl.sum((equal & (other[None, :] < mine[:, None])).to(tl.int32), 1)
+    for first in range(0, num_pairs, WIDE):
+        other = first + tl.arange(0, WIDE)
+        its_expert, _ = _keys(
+            topk_ids, slots, other, other < num_pairs, num_experts, TOP_K, False
+        )
         count += tl.histogram(its_expert, BINS)
     bins = tl.arange(0, BINS)
     count = tl.where(bins < num_experts, count, 0)
@@ -125,6 +133,7 @@ def _order_kernel(
     tl.store(pair_at + position, mine, mask=inside)
     tl.store(expert_at + position, expert, mask=inside)
     tl.store(slot_at + position, slot, mask=inside)
+    tl.store(run_start + position, before, mask=inside)
     tl.store(run_end + position, up_to, mask=inside)
     within = position - expert_start
     opens = inside & (expert < num_experts) & (within % BLOCK_M == 0)
@@ -142,7 +151,7 @@ def identity_order(
     """No launch: pair p at position p, each pair a tile. For a handful of pairs."""
     none = topk_ids
     return PairOrder(
-        topk_ids, slots, *[none] * 8, block_m=block_m, num_experts=num_experts, is_identity=True
+        topk_ids, slots, *[none] * 9, block_m=block_m, num_experts=num_experts, is_identity=True
     )
 
 
@@ -160,7 +169,7 @@ def order_pairs(
     pairs = tokens * top_k
     assert (num_experts + 2) * (num_slots + 1) < 1 << 31, (num_experts, num_slots)
     max_tiles = min(pairs, pairs // block_m + min(pairs, num_experts))
-    at = torch.empty(4, pairs, dtype=torch.int32, device=topk_ids.device)
+    at = torch.empty(5, pairs, dtype=torch.int32, device=topk_ids.device)
     tile = torch.empty(3, max_tiles, dtype=torch.int32, device=topk_ids.device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=topk_ids.device)
     rows = 16 if pairs <= 1024 else 32
@@ -178,6 +187,7 @@ def order_pairs(
         BLOCK_M=block_m,
         ROWS=rows,
         CHUNK=power_of_two(pairs, 16, 256),
+        WIDE=power_of_two(pairs, 16, 1024),
         BINS=power_of_two(num_experts + 2, 16, 4096),
         num_warps=4,
         **pdl_options(pdl),

@@ -85,7 +85,7 @@ def _place_kernel(
 
 @triton.jit
 def _refine_kernel(
-    pair_by_expert, slot_by_expert, low, high, pair_at, slot_at, run_end, num_pairs,
+    pair_by_expert, slot_by_expert, low, high, pair_at, slot_at, run_start, run_end, num_pairs,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
@@ -111,6 +111,7 @@ def _refine_kernel(
     pair = tl.load(pair_by_expert + mine, mask=inside, other=0)
     tl.store(pair_at + position, pair, mask=inside)
     tl.store(slot_at + position, slot, mask=inside)
+    tl.store(run_start + position, left + before, mask=inside)
     tl.store(run_end + position, left + up_to, mask=inside)
 
 
@@ -129,10 +130,10 @@ def order_many_pairs(
     chunks, bins = triton.cdiv(pairs, chunk), power_of_two(num_experts + 2, 16, 4096)
     max_tiles = min(pairs, pairs // block_m + min(pairs, num_experts))
     count = torch.empty(chunks, bins, dtype=torch.int32, device=device)
-    at = torch.empty(8, pairs, dtype=torch.int32, device=device)
+    at = torch.empty(9, pairs, dtype=torch.int32, device=device)
     tile = torch.empty(3, max_tiles, dtype=torch.int32, device=device)
     num_tiles = torch.empty(1, dtype=torch.int32, device=device)
-    pair, expert, slot, low, high, ordered, ordered_slot, run_end = at
+    pair, expert, slot, low, high, ordered, ordered_slot, run_start, run_end = at
     options = pdl_options(pdl)
     _count_kernel[(chunks,)](
         topk_ids, count, pairs, num_experts, TOP_K=top_k, CHUNK=chunk, BINS=bins, **options
@@ -140,14 +141,15 @@ def order_many_pairs(
     _place_kernel[(chunks,)](
         topk_ids, topk_ids if slots is None else slots, count, pair, expert, slot, low, high,
         *tile, num_tiles, pairs, num_experts, chunks, TOP_K=top_k, HAS_SLOTS=slots is not None,
-        BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=16, num_warps=8, **options,
+        BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64), num_warps=8, **options,
     )  # fmt: skip
     if slots is not None:
         _refine_kernel[(triton.cdiv(pairs, 32),)](
-            pair, slot, low, high, ordered, ordered_slot, run_end, pairs,
+            pair, slot, low, high, ordered, ordered_slot, run_start, run_end, pairs,
             ROWS=32, CHUNK=128, **options,
         )  # fmt: skip
         pair, slot = ordered, ordered_slot
     return PairOrder(
-        topk_ids, slots, pair, expert, slot, run_end, *tile, num_tiles, block_m, num_experts, False
-    )
+        topk_ids, slots, pair, expert, slot, run_start, run_end, *tile, num_tiles,
+        block_m, num_experts, False,
+    )  # fmt: skip

@@ -1,8 +1,9 @@
 """LoRA shrink of routed experts by position: h[j, p] = A[s, e][:, part j] @ x[p, part j].
 
-One plane j of float32 partial sums per part of the depth; consumers add the planes in order. Work
-is cut by positions: BLOCK_M of them, whose runs are done one after another; with BLOCK_M = 1 a
-position is a matrix-vector product. Base rows and sentinels are neither read nor written.
+One plane j of float32 partial sums per part of the depth; consumers add the planes in order. Base
+rows and sentinels are neither read nor written. A program takes either the run that starts at its
+position, or is cut at a multiple of BLOCK_M from its start (RUNS: most positions are such starts),
+or BLOCK_M positions, whose runs it does one after another (few, long runs).
 
 | array | shape | holds |
 |---|---|---|
@@ -20,18 +21,78 @@ import triton.language as tl
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_gate_up import SiteFactors
 from vexpert.kernels.moe_order import PairOrder
-from vexpert.kernels.moe_tiles import read_run
+from vexpert.kernels.moe_tiles import slot_of
 
 
 @dataclass(frozen=True)
 class ShrinkShape:
     """Positions and depth of a program's part, and how Triton runs it."""
 
+    by_run: bool
     block_m: int
     planes: int
     block_k: int
     num_warps: int = 4
     num_stages: int = 3
+
+
+@triton.jit
+def _shrink_run(
+    at,
+    stop,
+    slot,
+    expert,
+    hidden,
+    pair_at,
+    arena,
+    rank_of,
+    a_offset,
+    a_stride,
+    plane,
+    left,
+    right,
+    depth,
+    max_rank,
+    stride_x,
+    TOP_K: tl.constexpr,
+    BY_POSITION: tl.constexpr,
+    SCALED: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    EVEN: tl.constexpr,
+    PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Positions at ... stop, at most BLOCK_M of them, of one slot and expert."""
+    position = at + tl.arange(0, BLOCK_M)
+    own = position < stop
+    source = position
+    if not BY_POSITION:
+        if not IDENTITY:
+            source = tl.load(pair_at + position, mask=own, other=0)
+        if not SCALED:
+            source = source // TOP_K
+    k = tl.arange(0, BLOCK_K)
+    x_line = hidden + source.to(tl.int64)[:, None] * stride_x + k[None, :]
+    rank = tl.load(rank_of + slot)
+    a = arena + tl.load(a_offset + slot) + expert * tl.load(a_stride + slot)
+    for r in range(0, rank, BLOCK_R):
+        inner = r + tl.arange(0, BLOCK_R)
+        used = inner < rank
+        a_line = a + inner[None, :] * depth + k[:, None]
+        sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
+        for first in range(left, right, BLOCK_K):
+            if EVEN:
+                x_tile = tl.load(x_line + first, mask=own[:, None], other=0.0)
+                a_tile = tl.load(a_line + first, mask=used[None, :], other=0.0)
+            else:
+                within = first + k < right
+                x_tile = tl.load(x_line + first, mask=own[:, None] & within[None, :], other=0.0)
+                a_tile = tl.load(a_line + first, mask=used[None, :] & within[:, None], other=0.0)
+            sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
+        target = plane + position.to(tl.int64)[:, None] * max_rank + inner[None, :]
+        tl.store(target, sums, mask=own[:, None] & used[None, :])
 
 
 @triton.jit
@@ -42,6 +103,7 @@ def _shrink_kernel(
     pair_at,
     expert_at,
     slot_at,
+    run_start,
     run_end,
     arena,
     rank_of,
@@ -55,6 +117,7 @@ def _shrink_kernel(
     max_rank,
     stride_x,
     TOP_K: tl.constexpr,
+    RUNS: tl.constexpr,
     BY_POSITION: tl.constexpr,
     SCALED: tl.constexpr,
     IDENTITY: tl.constexpr,
@@ -67,73 +130,34 @@ def _shrink_kernel(
 ):
     pdl_wait(PDL)
     pdl_release(PDL)
-    at = tl.program_id(0) * BLOCK_M
-    end = tl.minimum(at + BLOCK_M, num_pairs)
     left = tl.program_id(1) * part
     right = tl.minimum(left + part, depth)
-    k = tl.arange(0, BLOCK_K)
     plane = h + tl.program_id(1).to(tl.int64) * num_pairs * max_rank
-    position = at + tl.arange(0, BLOCK_M)
-    if BLOCK_M > 1:
-        source = position
-        if not BY_POSITION:
-            source = tl.load(pair_at + position, mask=position < end, other=0)
-            if not SCALED:
-                source = source // TOP_K
-        x_line = hidden + source.to(tl.int64)[:, None] * stride_x
+    if RUNS:
+        at = tl.program_id(0)
+        end = at + 1
+        if not IDENTITY:
+            end = tl.minimum(tl.load(run_end + at), at + BLOCK_M)
+            if (at - tl.load(run_start + at)) % BLOCK_M != 0:
+                end = at
+    else:
+        at = tl.program_id(0) * BLOCK_M
+        end = tl.minimum(at + BLOCK_M, num_pairs)
     while at < end:
-        slot, stop = read_run(at, end, slots, slot_at, run_end, TOP_K, IDENTITY)
+        stop = end
+        if not RUNS:
+            stop = tl.minimum(tl.load(run_end + at), end)
+        slot = slot_of(at, True, slots, slot_at, TOP_K, IDENTITY)
         if IDENTITY:
             expert = tl.load(topk_ids + at).to(tl.int64)
         else:
             expert = tl.load(expert_at + at).to(tl.int64)
         if (slot >= 0) & (expert >= 0) & (expert < num_experts):
-            rank = tl.load(rank_of + slot)
-            a = arena + tl.load(a_offset + slot) + expert * tl.load(a_stride + slot)
-            for r in range(0, rank, BLOCK_R):
-                inner = r + tl.arange(0, BLOCK_R)
-                used = inner < rank
-                if BLOCK_M == 1:
-                    one = at
-                    if not BY_POSITION:
-                        if not IDENTITY:
-                            one = tl.load(pair_at + at)
-                        if not SCALED:
-                            one = one // TOP_K
-                    line = hidden + one.to(tl.int64) * stride_x
-                    product = tl.zeros((BLOCK_R, BLOCK_K), dtype=tl.float32)
-                    for first in range(left, right, BLOCK_K):
-                        within = first + k < right
-                        x_part = tl.load(line + first + k, mask=within, other=0.0)
-                        a_tile = tl.load(
-                            a + inner[:, None] * depth + (first + k)[None, :],
-                            mask=used[:, None] & within[None, :],
-                            other=0.0,
-                        )
-                        product += a_tile.to(tl.float32) * x_part.to(tl.float32)[None, :]
-                    total = tl.sum(product, 1)
-                    tl.store(plane + at.to(tl.int64) * max_rank + inner, total, mask=used)
-                else:
-                    own = (position >= at) & (position < stop)
-                    sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
-                    for first in range(left, right, BLOCK_K):
-                        within = first + k < right
-                        x_tile = tl.load(
-                            x_line + (first + k)[None, :],
-                            mask=own[:, None] & within[None, :],
-                            other=0.0,
-                        )
-                        a_tile = tl.load(
-                            a + inner[None, :] * depth + (first + k)[:, None],
-                            mask=used[None, :] & within[:, None],
-                            other=0.0,
-                        )
-                        sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
-                    tl.store(
-                        plane + position.to(tl.int64)[:, None] * max_rank + inner[None, :],
-                        sums,
-                        mask=own[:, None] & used[None, :],
-                    )
+            _shrink_run(
+                at, stop, slot, expert, hidden, pair_at, arena, rank_of, a_offset, a_stride, plane,
+                left, right, depth, max_rank, stride_x, TOP_K, BY_POSITION, SCALED, IDENTITY, EVEN,
+                PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
+            )  # fmt: skip
         at = stop
 
 
@@ -148,19 +172,21 @@ def moe_shrink(
 ) -> torch.Tensor:
     """h, see the table above."""
     assert order.slots is not None
-    assert not order.is_identity or shape.block_m == 1
+    assert shape.by_run or not order.is_identity
     assert hidden.stride(1) == 1, hidden.stride()
     pairs, depth = order.num_pairs, hidden.shape[1]
     part = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k) * shape.block_k
     planes = triton.cdiv(depth, part)
     h = torch.empty(planes, pairs, lora.max_rank, dtype=torch.float32, device=hidden.device)
-    _shrink_kernel[(triton.cdiv(pairs, shape.block_m), planes)](
+    programs = pairs if shape.by_run else triton.cdiv(pairs, shape.block_m)
+    _shrink_kernel[(programs, planes)](
         hidden,
         order.topk_ids,
         order.slots,
         order.pair,
         order.expert,
         order.slot,
+        order.run_start,
         order.run_end,
         lora.arena,
         lora.rank,
@@ -174,14 +200,15 @@ def moe_shrink(
         lora.max_rank,
         hidden.stride(0),
         TOP_K=order.top_k,
+        RUNS=shape.by_run,
         BY_POSITION=by_position,
         SCALED=scaled,
         IDENTITY=order.is_identity,
-        EVEN=depth % part == 0,
+        EVEN=depth % shape.block_k == 0,
         PRECISION=dot_precision(hidden.dtype),
         BLOCK_M=shape.block_m,
         BLOCK_K=shape.block_k,
-        BLOCK_R=power_of_two(lora.max_rank, 16, 32 if shape.block_m == 1 else 64),
+        BLOCK_R=power_of_two(lora.max_rank, 16, 64),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **pdl_options(pdl),

@@ -1,7 +1,8 @@
-"""What the kernels over tiles of one expert share: reading a tile, LoRA on its runs.
+"""What the kernels over tiles of one expert share: reading a tile, LoRA on the rows of it.
 
-A *run* is a stretch of equal (expert, slot) within a tile. Each run is one masked dot with the
-factors of its adapter, so a tile may mix adapters and base rows; base rows take no step of it.
+A tile may mix adapters and base rows. Its LoRA is one dot of a block-diagonal matrix of shrunk rows
+with the factors of several *items* stacked: an item is a row, or a run of equal (expert, slot) where
+runs are long. All factors of a group are thus loaded at once; a loop over items would wait for each.
 """
 
 import triton
@@ -26,20 +27,50 @@ def read_tile(
 
 
 @triton.jit
-def read_run(position, end, slots, slot_at, run_end, TOP_K: tl.constexpr, IDENTITY: tl.constexpr):
-    """(slot, stop) of the run at `position`, cut at the tile's end."""
+def slot_of(position, mask, slots, slot_at, TOP_K: tl.constexpr, IDENTITY: tl.constexpr):
+    """Slot of positions, -1 where masked off."""
     if IDENTITY:
-        slot = tl.load(slots + position // TOP_K).to(tl.int32)
-        stop = position + 1
+        slot = tl.load(slots + position // TOP_K, mask=mask, other=-1).to(tl.int32)
     else:
-        slot = tl.load(slot_at + position)
-        stop = tl.minimum(tl.load(run_end + position), end)
-    return slot, stop
+        slot = tl.load(slot_at + position, mask=mask, other=-1)
+    return slot
 
 
 @triton.jit
-def expand_run(
-    total,
+def items_of(
+    first_item,
+    tile,
+    start,
+    end,
+    slots,
+    slot_at,
+    run_end,
+    tile_runs,
+    tile_num_runs,
+    TOP_K: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    BY_RUN: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """(first position, stop, slot, r) of each row of GROUP stacked factors; slot -1: nothing."""
+    stacked = tl.arange(0, GROUP * BLOCK_R)
+    item = first_item + stacked // BLOCK_R
+    if BY_RUN:
+        there = item < tl.load(tile_num_runs + tile)
+        first = tl.load(tile_runs + tile * STRIDE + item, mask=there, other=0)
+        stop = tl.minimum(tl.load(run_end + first, mask=there, other=0), end)
+    else:
+        first = start + item
+        there = first < end
+        stop = first + 1
+    slot = slot_of(first, there, slots, slot_at, TOP_K, IDENTITY)
+    return first, stop, slot, stacked % BLOCK_R
+
+
+@triton.jit
+def load_factors(
     h,
     arena,
     slice_rank,
@@ -47,35 +78,29 @@ def expand_run(
     b_offset,
     b_stride,
     entry,
+    active,
     expert,
     position,
-    mine,
+    own,
+    r,
     n,
+    inside,
     size,
     plane,
     max_rank,
     PLANES: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PRECISION: tl.constexpr,
 ):
-    """total [M, N] + (sum over planes of h [position, column + r]) @ B^T [r, n] on `mine` rows."""
-    rank = tl.load(slice_rank + entry)
-    column = tl.load(slice_column + entry)
-    b = arena + tl.load(b_offset + entry) + expert * tl.load(b_stride + entry)
-    row = h + position[:, None] * max_rank
-    for r in range(0, rank, BLOCK_R):
-        inner = r + tl.arange(0, BLOCK_R)
-        used = inner < rank
-        keep = mine[:, None] & used[None, :]
-        at = row + (column + inner)[None, :]
-        h_tile = tl.load(at, mask=keep, other=0.0)
-        for i in tl.static_range(1, PLANES):
-            h_tile += tl.load(at + i * plane, mask=keep, other=0.0)
-        b_tile = tl.load(
-            b + inner[:, None] * size + n[None, :],
-            mask=used[:, None] & (n < size)[None, :],
-            other=0.0,
-        )
-        h_tile = h_tile.to(arena.dtype.element_ty)
-        total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
-    return total
+    """Shrunk rows [M, GROUP * BLOCK_R] (planes added in order), and B^T [GROUP * BLOCK_R, N]."""
+    used = active & (r < tl.load(slice_rank + entry, mask=active, other=0))
+    column = tl.load(slice_column + entry, mask=active, other=0) + r
+    b_at = tl.load(b_offset + entry, mask=active, other=0)
+    b_at += expert * tl.load(b_stride + entry, mask=active, other=0) + r * size
+    b_tile = tl.load(
+        arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
+    )
+    keep = own & used[None, :]
+    h_at = h + position[:, None] * max_rank + column[None, :]
+    h_tile = tl.load(h_at, mask=keep, other=0.0)
+    for i in tl.static_range(1, PLANES):
+        h_tile += tl.load(h_at + i * plane, mask=keep, other=0.0)
+    return h_tile.to(arena.dtype.element_ty), b_tile

@@ -1,4 +1,4 @@
-"""A whole MoE layer, LoRA included, in four launches (base: three; few tokens: two and one more)."""
+"""A whole MoE layer in four launches (one token: three); LoRA adds one for each product it adapts."""
 
 from dataclasses import dataclass
 
@@ -6,12 +6,13 @@ import torch
 
 from vexpert.kernels.activations import Activation
 from vexpert.kernels.combine import combine
-from vexpert.kernels.moe_down import moe_down, moe_down_tokens
-from vexpert.kernels.moe_gate_up import SiteFactors, moe_gate_up
-from vexpert.kernels.moe_order import identity_order, order_pairs
+from vexpert.kernels.moe_down import moe_down
+from vexpert.kernels.moe_gate_up import Expand, SiteFactors, moe_gate_up
+from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
+from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink
-from vexpert.ops.moe_plan import MoePlan
+from vexpert.ops.moe_plan import BasePlan, MoePlan
 from vexpert.ops.types import LoraSite, SiteTable
 
 
@@ -78,55 +79,58 @@ def fused_experts(
 
     Pairs with a sentinel expert add nothing.
     """
-    experts = weights.down.shape[0]
-    slots = None if lora is None else lora.slots
+    base, pdl = plan.base, plan.base.pdl
     topk_weights = topk_weights.contiguous()
-    if plan.is_identity:
-        order = identity_order(topk_ids, slots, experts, plan.block_m)
-    elif plan.order_chunk:
-        order = order_many_pairs(
-            topk_ids, slots, experts, plan.block_m, plan.pdl, plan.order_chunk
-        )
-    else:
-        num_slots = 0 if lora is None else lora.num_slots
-        order = order_pairs(topk_ids, slots, experts, num_slots, plan.block_m, plan.pdl)
+    order = _order(topk_ids, lora, weights.down.shape[0], base)
+    runs = None
+    if lora is not None and plan.lora.by_run:
+        runs = find_runs(order, pdl)
     x, scaled = hidden, weights.scale_input
     if scaled:
         scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
         x = scaled_rows.to(hidden.dtype).view(-1, hidden.shape[1])
-    up_lora = None if lora is None else lora.gate_up
-    down_lora = None if lora is None else lora.down
-    h = None
-    if up_lora is not None:
-        h = moe_shrink(x, order, up_lora, plan.shrink, scaled, pdl=plan.pdl)
-    inter, hd = moe_gate_up(
+
+    def expand(source: torch.Tensor, factors: SiteFactors | None, is_down: bool) -> Expand | None:
+        if factors is None:
+            return None
+        shape = plan.lora.down_shrink if is_down else plan.lora.shrink
+        h = moe_shrink(source, order, factors, shape, scaled and not is_down, is_down, pdl)
+        return Expand(h, factors, runs, plan.lora.group)
+
+    inter = moe_gate_up(
         x,
         weights.gate_up,
         weights.gate_up_bias,
         order,
         weights.columns,
         weights.activation,
-        plan.gate_up,
-        h,
-        up_lora,
-        None if plan.down_shrink else down_lora,
+        base.gate_up,
+        expand(x, lora.gate_up if lora else None, is_down=False),
         scaled,
-        plan.pdl,
+        pdl,
     )
-    if down_lora is not None and plan.down_shrink is not None:
-        hd = moe_shrink(inter, order, down_lora, plan.down_shrink, by_position=True, pdl=plan.pdl)
-    down = moe_down_tokens if plan.is_identity else moe_down
-    out = down(
+    out = moe_down(
         inter,
         weights.down,
         weights.down_bias,
         None if scaled else topk_weights,
         order,
-        plan.down,
-        hd,
-        down_lora,
-        plan.pdl,
+        base.down,
+        expand(inter, lora.down if lora else None, is_down=True),
+        pdl,
     )
+    return combine(out, topk_ids.view(-1), None, weights.down.shape[0], topk_ids.shape[1], pdl)
+
+
+def _order(
+    topk_ids: torch.Tensor, lora: FusedLora | None, num_experts: int, plan: BasePlan
+) -> PairOrder:
+    slots = None if lora is None else lora.slots
     if plan.is_identity:
-        return out
-    return combine(out, topk_ids.view(-1), None, experts, topk_ids.shape[1], plan.pdl)
+        return identity_order(topk_ids, slots, num_experts, plan.block_m)
+    if plan.order_chunk:
+        return order_many_pairs(
+            topk_ids, slots, num_experts, plan.block_m, plan.pdl, plan.order_chunk
+        )
+    num_slots = 0 if lora is None else lora.num_slots
+    return order_pairs(topk_ids, slots, num_experts, num_slots, plan.block_m, plan.pdl)

@@ -7,15 +7,30 @@ from vexpert.kernels.moe_shrink import ShrinkShape
 
 
 @dataclass(frozen=True)
-class MoePlan:
-    """One choice. `is_identity`: no order, every pair alone; only for a handful of tokens."""
+class BasePlan:
+    """The base path. `is_identity`: no order, every pair alone; for a token or so."""
 
     is_identity: bool
     block_m: int
     gate_up: TileShape
     down: TileShape
-    shrink: ShrinkShape
-    # down's shrink as a launch of its own; None: partial sums in gate_up's epilogue
-    down_shrink: ShrinkShape | None = None
     order_chunk: int = 0  # pairs of a chunk when pairs are ordered by counting; 0: by comparing all
     pdl: bool = True
+
+
+@dataclass(frozen=True)
+class LoraPlan:
+    """What LoRA adds to it."""
+
+    shrink: ShrinkShape
+    down_shrink: ShrinkShape
+    by_run: bool  # an item of a tile's expand is a run; else a row
+    group: int  # items of one dot
+
+
+@dataclass(frozen=True)
+class MoePlan:
+    """One choice."""
+
+    base: BasePlan
+    lora: LoraPlan
