@@ -70,8 +70,10 @@ def _down_tile(
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
+    ITEM_STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -113,7 +115,7 @@ def _down_tile(
         count = end - start
         if BY_RUN:
             count = tl.load(tile_num_runs + tile)
-        for item in range(0, count, GROUP):
+        for item in tl.range(0, count, GROUP, num_stages=ITEM_STAGES):
             low, high, slot, r = items_of(
                 item, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
                 TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
@@ -124,7 +126,7 @@ def _down_tile(
                 h_tile, b_tile = load_factors(
                     h, arena, slice_rank, slice_column, b_offset, b_stride, slot, slot >= 0,
                     expert, position, own, r + step * BLOCK_R, n, inside, size,
-                    num_pairs * max_rank, max_rank, PLANES,
+                    num_pairs * max_rank, max_rank, PLANES, ALIGNMENT,
                 )  # fmt: skip
                 total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
     pair = position
@@ -179,8 +181,10 @@ def _down_kernel(
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
+    ITEM_STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
     PRECISION: tl.constexpr,
@@ -208,7 +212,7 @@ def _down_kernel(
             topk_weights, out, slots, pair_at, slot_at, run_end, tile_runs, tile_num_runs, h,
             arena, slice_rank, slice_column, b_offset, b_stride, num_pairs, depth, size,
             stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS,
-            HAS_LORA, PLANES, BY_RUN, GROUP, BLOCK_R, RANK_STEPS, EVEN, TMA, PRECISION,
+            HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION,
             RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
@@ -217,7 +221,7 @@ def _down_kernel(
             topk_weights, out, slots, pair_at, slot_at, run_end, tile_runs, tile_num_runs, h,
             arena, slice_rank, slice_column, b_offset, b_stride, num_pairs, depth, size,
             stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS,
-            HAS_LORA, PLANES, BY_RUN, GROUP, BLOCK_R, RANK_STEPS, EVEN, TMA, PRECISION,
+            HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION,
             RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
@@ -273,7 +277,7 @@ def moe_down(
         IDENTITY=order.is_identity,
         HAS_BIAS=bias is not None,
         HAS_WEIGHTS=topk_weights is not None,
-        **expand_options(lora),
+        **expand_options(lora, size),
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
         TMA=shape.tma,
         PRECISION=dot_precision(inter.dtype),

@@ -13,6 +13,7 @@ At position p of expert e and slot s, x = hidden[pair[p] / K]:
 """
 
 from dataclasses import dataclass
+from math import gcd
 
 import torch
 import triton
@@ -39,10 +40,15 @@ class SiteFactors:
     b_offset: torch.Tensor
     b_stride: torch.Tensor
     max_rank: int
+    alignment: int = 1  # every factor starts at a multiple of so many elements
 
     @property
     def num_slots(self) -> int:
         return self.rank.shape[0]
+
+    def alignment_of(self, row: int) -> int:
+        """What every row of `row` elements of a factor is aligned to, as loads may assume."""
+        return gcd(self.alignment, row, 16)
 
     @property
     def slice_max_rank(self) -> int:
@@ -57,6 +63,7 @@ class Expand:
     factors: SiteFactors
     runs: TileRuns | None  # None: every row is an item
     group: int  # items of one dot
+    item_stages: int = 1  # of the loop over groups
 
 
 @dataclass(frozen=True)
@@ -87,18 +94,20 @@ def expand_tensors(lora: Expand | None, none: torch.Tensor) -> tuple[torch.Tenso
     return (*lists, lora.h, f.arena, f.slice_rank, f.slice_column, f.b_offset, f.b_stride)
 
 
-def expand_options(lora: Expand | None) -> dict[str, int | bool]:
+def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
     """The constants of LoRA that the kernels share."""
     if lora is None:
-        return {"HAS_LORA": False, "PLANES": 1, "BY_RUN": False, "GROUP": 1, "BLOCK_R": 16, "RANK_STEPS": 1}  # fmt: skip
+        return {"HAS_LORA": False, "PLANES": 1, "BY_RUN": False, "GROUP": 1, "ITEM_STAGES": 1, "BLOCK_R": 16, "RANK_STEPS": 1, "ALIGNMENT": 1}  # fmt: skip
     block_r = power_of_two(lora.factors.slice_max_rank, 16 if lora.group == 1 else 1, 64)
     return {
         "HAS_LORA": True,
         "PLANES": lora.h.shape[0],
         "BY_RUN": lora.runs is not None,
         "GROUP": max(lora.group, 16 // block_r),  # a dot is at least 16 deep
+        "ITEM_STAGES": lora.item_stages,
         "BLOCK_R": block_r,
         "RANK_STEPS": triton.cdiv(lora.factors.slice_max_rank, block_r),
+        "ALIGNMENT": lora.factors.alignment_of(size),
     }
 
 
@@ -146,8 +155,10 @@ def _gate_up_tile(
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
+    ITEM_STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -212,7 +223,7 @@ def _gate_up_tile(
         count = end - start
         if BY_RUN:
             count = tl.load(tile_num_runs + tile)
-        for item in range(0, count, GROUP):
+        for item in tl.range(0, count, GROUP, num_stages=ITEM_STAGES):
             low, high, slot, r = items_of(
                 item, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
                 TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
@@ -224,13 +235,13 @@ def _gate_up_tile(
                 at = r + step * BLOCK_R
                 h_gate, b_gate = load_factors(
                     h, arena, slice_rank, slice_column, b_offset, b_stride, slot, active, expert,
-                    position, own, at, n, inside, size, num_pairs * max_rank, max_rank, PLANES,
+                    position, own, at, n, inside, size, num_pairs * max_rank, max_rank, PLANES, ALIGNMENT,
                 )  # fmt: skip
                 if GATED:
                     h_up, b_up = load_factors(
                         h, arena, slice_rank, slice_column, b_offset, b_stride, num_slots + slot,
                         active, expert, position, own, at, n, inside, size,
-                        num_pairs * max_rank, max_rank, PLANES,
+                        num_pairs * max_rank, max_rank, PLANES, ALIGNMENT,
                     )  # fmt: skip
                 gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
                 if GATED:
@@ -285,8 +296,10 @@ def _gate_up_kernel(
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
+    ITEM_STAGES: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
     LIMIT: tl.constexpr,
@@ -317,7 +330,7 @@ def _gate_up_kernel(
             pair_at, slot_at, run_end, tile_runs, tile_num_runs, h, arena, slice_rank,
             slice_column, b_offset, b_stride, num_pairs, num_slots, depth, size, stride_x,
             stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K, SCALED,
-            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, BLOCK_R, RANK_STEPS,
+            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, BLOCK_R, RANK_STEPS, ALIGNMENT,
             ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N,
             BLOCK_K, PDL,
         )  # fmt: skip
@@ -327,7 +340,7 @@ def _gate_up_kernel(
             pair_at, slot_at, run_end, tile_runs, tile_num_runs, h, arena, slice_rank,
             slice_column, b_offset, b_stride, num_pairs, num_slots, depth, size, stride_x,
             stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K, SCALED,
-            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, BLOCK_R, RANK_STEPS,
+            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, BLOCK_R, RANK_STEPS, ALIGNMENT,
             ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N,
             BLOCK_K, PDL,
         )  # fmt: skip
@@ -386,7 +399,7 @@ def moe_gate_up(
         IDENTITY=order.is_identity,
         GATED=activation.has_gate,
         HAS_BIAS=bias is not None,
-        **expand_options(lora),
+        **expand_options(lora, size),
         ACTIVATION=activation.name,
         ALPHA=activation.alpha,
         LIMIT=activation.limit,

@@ -59,6 +59,7 @@ def _shrink_run(
     SCALED: tl.constexpr,
     IDENTITY: tl.constexpr,
     EVEN: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -76,7 +77,8 @@ def _shrink_run(
     k = tl.arange(0, BLOCK_K)
     x_line = hidden + source.to(tl.int64)[:, None] * stride_x + k[None, :]
     rank = tl.load(rank_of + slot)
-    a = arena + tl.load(a_offset + slot) + expert * tl.load(a_stride + slot)
+    a_at = tl.load(a_offset + slot) + expert * tl.load(a_stride + slot)
+    a = arena + tl.multiple_of(a_at, ALIGNMENT)
     for r in range(0, rank, BLOCK_R):
         inner = r + tl.arange(0, BLOCK_R)
         used = inner < rank
@@ -122,6 +124,7 @@ def _shrink_kernel(
     SCALED: tl.constexpr,
     IDENTITY: tl.constexpr,
     EVEN: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_K: tl.constexpr,
@@ -156,7 +159,7 @@ def _shrink_kernel(
             _shrink_run(
                 at, stop, slot, expert, hidden, pair_at, arena, rank_of, a_offset, a_stride, plane,
                 left, right, depth, max_rank, stride_x, TOP_K, BY_POSITION, SCALED, IDENTITY, EVEN,
-                PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
+                ALIGNMENT, PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
             )  # fmt: skip
         at = stop
 
@@ -205,6 +208,7 @@ def moe_shrink(
         SCALED=scaled,
         IDENTITY=order.is_identity,
         EVEN=depth % shape.block_k == 0,
+        ALIGNMENT=lora.alignment_of(depth),
         PRECISION=dot_precision(hidden.dtype),
         BLOCK_M=shape.block_m,
         BLOCK_K=shape.block_k,

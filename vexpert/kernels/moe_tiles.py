@@ -89,12 +89,14 @@ def load_factors(
     plane,
     max_rank,
     PLANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """Shrunk rows [M, GROUP * BLOCK_R] (planes added in order), and B^T [GROUP * BLOCK_R, N]."""
     used = active & (r < tl.load(slice_rank + entry, mask=active, other=0))
     column = tl.load(slice_column + entry, mask=active, other=0) + r
     b_at = tl.load(b_offset + entry, mask=active, other=0)
     b_at += expert * tl.load(b_stride + entry, mask=active, other=0) + r * size
+    b_at = tl.multiple_of(b_at, [ALIGNMENT])
     b_tile = tl.load(
         arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
     )

@@ -95,7 +95,7 @@ def fused_experts(
             return None
         shape = plan.lora.down_shrink if is_down else plan.lora.shrink
         h = moe_shrink(source, order, factors, shape, scaled and not is_down, is_down, pdl)
-        return Expand(h, factors, runs, plan.lora.group)
+        return Expand(h, factors, runs, plan.lora.group, plan.lora.item_stages)
 
     inter = moe_gate_up(
         x,

@@ -26,6 +26,7 @@ class LoraPlan:
     down_shrink: ShrinkShape
     by_run: bool  # an item of a tile's expand is a run; else a row
     group: int  # items of one dot
+    item_stages: int = 1  # of the loop over groups
 
 
 @dataclass(frozen=True)
