@@ -26,7 +26,15 @@ from vexpert.kernels.moe_gate_up import (
     weight_rows,
 )
 from vexpert.kernels.moe_order import PairOrder
-from vexpert.kernels.moe_tiles import items_of, load_factors, read_tile
+from vexpert.kernels.moe_tiles import (
+    items_of,
+    load_b,
+    read_tile,
+    shrunk_of_items,
+    shrunk_rows,
+    slot_of,
+    spread_rows,
+)
 
 
 @triton.jit
@@ -71,6 +79,7 @@ def _down_tile(
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
     ITEM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -94,6 +103,15 @@ def _down_tile(
     w_at += n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
     line = (expert * size + block * BLOCK_N).to(tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if HAS_LORA and PREFETCH:
+        low0, high0, slot0, r0 = items_of(
+            0, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
+            TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+        )  # fmt: skip
+        used0, column0, b_tile0 = load_b(
+            arena, slice_rank, slice_column, b_offset, b_stride, slot0, slot0 >= 0, expert,
+            r0, n, inside, size, ALIGNMENT,
+        )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = inter_rows.load([start, first])
@@ -112,22 +130,46 @@ def _down_tile(
         total += tl.load(bias + expert * size + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
         pdl_wait(PDL)  # for the shrink; inter was complete before this kernel could start
-        count = end - start
+        dtype: tl.constexpr = arena.dtype.element_ty
+        plane = num_pairs * max_rank
         if BY_RUN:
             count = tl.load(tile_num_runs + tile)
-        for item in tl.range(0, count, GROUP, num_stages=ITEM_STAGES):
-            low, high, slot, r = items_of(
-                item, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
-                TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
-            )  # fmt: skip
-            own = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
-            own = own & mine[:, None]
-            for step in tl.static_range(RANK_STEPS):
-                h_tile, b_tile = load_factors(
-                    h, arena, slice_rank, slice_column, b_offset, b_stride, slot, slot >= 0,
-                    expert, position, own, r + step * BLOCK_R, n, inside, size,
-                    num_pairs * max_rank, max_rank, PLANES, ALIGNMENT,
+            row_slot = slot_of(position, mine, slots, slot_at, TOP_K, IDENTITY)
+        else:
+            count = end - start
+        for step in tl.static_range(RANK_STEPS):
+            if BY_RUN:
+                rows = shrunk_rows(
+                    h, slice_rank, slice_column, position, row_slot, row_slot >= 0, plane,
+                    max_rank, step, BLOCK_R, dtype, PLANES,
                 )  # fmt: skip
+            if PREFETCH:
+                own = (position[:, None] >= low0[None, :]) & (position[:, None] < high0[None, :])
+                own = own & mine[:, None]
+                if BY_RUN:
+                    h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
+                else:
+                    h_tile = shrunk_of_items(
+                        h, low0, own, used0, column0, plane, max_rank, dtype, PLANES
+                    )
+                total = tl.dot(h_tile, b_tile0, total, input_precision=PRECISION)
+            for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
+                low, high, slot, r = items_of(
+                    item, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
+                    TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+                )  # fmt: skip
+                own = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
+                own = own & mine[:, None]
+                used, column, b_tile = load_b(
+                    arena, slice_rank, slice_column, b_offset, b_stride, slot, slot >= 0, expert,
+                    r + step * BLOCK_R, n, inside, size, ALIGNMENT,
+                )  # fmt: skip
+                if BY_RUN:
+                    h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
+                else:
+                    h_tile = shrunk_of_items(
+                        h, low, own, used, column, plane, max_rank, dtype, PLANES
+                    )
                 total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
     pair = position
     if not IDENTITY:
@@ -182,6 +224,7 @@ def _down_kernel(
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
     ITEM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -212,7 +255,7 @@ def _down_kernel(
             topk_weights, out, slots, pair_at, slot_at, run_end, tile_runs, tile_num_runs, h,
             arena, slice_rank, slice_column, b_offset, b_stride, num_pairs, depth, size,
             stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS,
-            HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION,
+            HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION,
             RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
@@ -221,7 +264,7 @@ def _down_kernel(
             topk_weights, out, slots, pair_at, slot_at, run_end, tile_runs, tile_num_runs, h,
             arena, slice_rank, slice_column, b_offset, b_stride, num_pairs, depth, size,
             stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS,
-            HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION,
+            HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION,
             RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 

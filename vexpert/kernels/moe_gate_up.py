@@ -24,7 +24,15 @@ from vexpert.kernels.activations import Activation, activate
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import TileRuns
-from vexpert.kernels.moe_tiles import items_of, load_factors, read_tile
+from vexpert.kernels.moe_tiles import (
+    items_of,
+    load_b,
+    read_tile,
+    shrunk_of_items,
+    shrunk_rows,
+    slot_of,
+    spread_rows,
+)
 
 
 @dataclass(frozen=True)
@@ -64,6 +72,7 @@ class Expand:
     runs: TileRuns | None  # None: every row is an item
     group: int  # items of one dot
     item_stages: int = 1  # of the loop over groups
+    prefetch: bool = False  # the first group's B before the base product; ranks of one step only
 
 
 @dataclass(frozen=True)
@@ -97,7 +106,7 @@ def expand_tensors(lora: Expand | None, none: torch.Tensor) -> tuple[torch.Tenso
 def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
     """The constants of LoRA that the kernels share."""
     if lora is None:
-        return {"HAS_LORA": False, "PLANES": 1, "BY_RUN": False, "GROUP": 1, "ITEM_STAGES": 1, "BLOCK_R": 16, "RANK_STEPS": 1, "ALIGNMENT": 1}  # fmt: skip
+        return {"HAS_LORA": False, "PLANES": 1, "BY_RUN": False, "GROUP": 1, "ITEM_STAGES": 1, "PREFETCH": False, "BLOCK_R": 16, "RANK_STEPS": 1, "ALIGNMENT": 1}  # fmt: skip
     block_r = power_of_two(lora.factors.slice_max_rank, 16 if lora.group == 1 else 1, 64)
     return {
         "HAS_LORA": True,
@@ -105,6 +114,7 @@ def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
         "BY_RUN": lora.runs is not None,
         "GROUP": max(lora.group, 16 // block_r),  # a dot is at least 16 deep
         "ITEM_STAGES": lora.item_stages,
+        "PREFETCH": lora.prefetch and lora.factors.slice_max_rank <= block_r,
         "BLOCK_R": block_r,
         "RANK_STEPS": triton.cdiv(lora.factors.slice_max_rank, block_r),
         "ALIGNMENT": lora.factors.alignment_of(size),
@@ -156,6 +166,7 @@ def _gate_up_tile(
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
     ITEM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -189,6 +200,20 @@ def _gate_up_tile(
     line = (expert * (size * (2 if GATED else 1)) + block * BLOCK_N).to(tl.int32)
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if HAS_LORA and PREFETCH:
+        low0, high0, slot0, r0 = items_of(
+            0, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
+            TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+        )  # fmt: skip
+        gate_used0, gate_column0, b_gate0 = load_b(
+            arena, slice_rank, slice_column, b_offset, b_stride, slot0, slot0 >= 0, expert,
+            r0, n, inside, size, ALIGNMENT,
+        )  # fmt: skip
+        if GATED:
+            up_used0, up_column0, b_up0 = load_b(
+                arena, slice_rank, slice_column, b_offset, b_stride, num_slots + slot0,
+                slot0 >= 0, expert, r0, n, inside, size, ALIGNMENT,
+            )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
@@ -220,31 +245,73 @@ def _gate_up_tile(
             up += tl.load(bias_at + up_start, mask=inside, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
         pdl_wait(PDL)  # for the shrink; the order was complete before this kernel could start
-        count = end - start
+        dtype: tl.constexpr = arena.dtype.element_ty
+        plane = num_pairs * max_rank
         if BY_RUN:
             count = tl.load(tile_num_runs + tile)
-        for item in tl.range(0, count, GROUP, num_stages=ITEM_STAGES):
-            low, high, slot, r = items_of(
-                item, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
-                TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
-            )  # fmt: skip
-            active = slot >= 0
-            own = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
-            own = own & mine[:, None]
-            for step in tl.static_range(RANK_STEPS):
-                at = r + step * BLOCK_R
-                h_gate, b_gate = load_factors(
-                    h, arena, slice_rank, slice_column, b_offset, b_stride, slot, active, expert,
-                    position, own, at, n, inside, size, num_pairs * max_rank, max_rank, PLANES, ALIGNMENT,
+            row_slot = slot_of(position, mine, slots, slot_at, TOP_K, IDENTITY)
+        else:
+            count = end - start
+        for step in tl.static_range(RANK_STEPS):
+            if BY_RUN:
+                gate_rows = shrunk_rows(
+                    h, slice_rank, slice_column, position, row_slot, row_slot >= 0, plane,
+                    max_rank, step, BLOCK_R, dtype, PLANES,
                 )  # fmt: skip
                 if GATED:
-                    h_up, b_up = load_factors(
-                        h, arena, slice_rank, slice_column, b_offset, b_stride, num_slots + slot,
-                        active, expert, position, own, at, n, inside, size,
-                        num_pairs * max_rank, max_rank, PLANES, ALIGNMENT,
+                    up_rows = shrunk_rows(
+                        h, slice_rank, slice_column, position, num_slots + row_slot,
+                        row_slot >= 0, plane, max_rank, step, BLOCK_R, dtype, PLANES,
                     )  # fmt: skip
+            if PREFETCH:
+                own = (position[:, None] >= low0[None, :]) & (position[:, None] < high0[None, :])
+                own = own & mine[:, None]
+                if BY_RUN:
+                    h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
+                else:
+                    h_gate = shrunk_of_items(
+                        h, low0, own, gate_used0, gate_column0, plane, max_rank, dtype, PLANES
+                    )
+                gate = tl.dot(h_gate, b_gate0, gate, input_precision=PRECISION)
+                if GATED:
+                    if BY_RUN:
+                        h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
+                    else:
+                        h_up = shrunk_of_items(
+                            h, low0, own, up_used0, up_column0, plane, max_rank, dtype, PLANES
+                        )
+                    up = tl.dot(h_up, b_up0, up, input_precision=PRECISION)
+            for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
+                low, high, slot, r = items_of(
+                    item, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
+                    TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+                )  # fmt: skip
+                r += step * BLOCK_R
+                own = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
+                own = own & mine[:, None]
+                gate_used, gate_column, b_gate = load_b(
+                    arena, slice_rank, slice_column, b_offset, b_stride, slot, slot >= 0, expert,
+                    r, n, inside, size, ALIGNMENT,
+                )  # fmt: skip
+                if GATED:
+                    up_used, up_column, b_up = load_b(
+                        arena, slice_rank, slice_column, b_offset, b_stride, num_slots + slot,
+                        slot >= 0, expert, r, n, inside, size, ALIGNMENT,
+                    )  # fmt: skip
+                if BY_RUN:
+                    h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
+                else:
+                    h_gate = shrunk_of_items(
+                        h, low, own, gate_used, gate_column, plane, max_rank, dtype, PLANES
+                    )
                 gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
                 if GATED:
+                    if BY_RUN:
+                        h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
+                    else:
+                        h_up = shrunk_of_items(
+                            h, low, own, up_used, up_column, plane, max_rank, dtype, PLANES
+                        )
                     up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
     out = activate(gate, up, ACTIVATION, ALPHA, LIMIT).to(inter.dtype.element_ty)
     target = inter + position.to(tl.int64)[:, None] * size + n[None, :]
@@ -297,6 +364,7 @@ def _gate_up_kernel(
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
     ITEM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -330,7 +398,7 @@ def _gate_up_kernel(
             pair_at, slot_at, run_end, tile_runs, tile_num_runs, h, arena, slice_rank,
             slice_column, b_offset, b_stride, num_pairs, num_slots, depth, size, stride_x,
             stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K, SCALED,
-            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, BLOCK_R, RANK_STEPS, ALIGNMENT,
+            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, BLOCK_R, RANK_STEPS, ALIGNMENT,
             ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N,
             BLOCK_K, PDL,
         )  # fmt: skip
@@ -340,7 +408,7 @@ def _gate_up_kernel(
             pair_at, slot_at, run_end, tile_runs, tile_num_runs, h, arena, slice_rank,
             slice_column, b_offset, b_stride, num_pairs, num_slots, depth, size, stride_x,
             stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K, SCALED,
-            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, BLOCK_R, RANK_STEPS, ALIGNMENT,
+            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, BLOCK_R, RANK_STEPS, ALIGNMENT,
             ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N,
             BLOCK_K, PDL,
         )  # fmt: skip

@@ -3,6 +3,7 @@
 A tile may mix adapters and base rows. Its LoRA is one dot of a block-diagonal matrix of shrunk rows
 with the factors of several *items* stacked: an item is a row, or a run of equal (expert, slot) where
 runs are long. All factors of a group are thus loaded at once; a loop over items would wait for each.
+The first group's factors may be loaded before the base product, which then hides their latency.
 """
 
 import triton
@@ -70,8 +71,7 @@ def items_of(
 
 
 @triton.jit
-def load_factors(
-    h,
+def load_b(
     arena,
     slice_rank,
     slice_column,
@@ -80,18 +80,13 @@ def load_factors(
     entry,
     active,
     expert,
-    position,
-    own,
     r,
     n,
     inside,
     size,
-    plane,
-    max_rank,
-    PLANES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):
-    """Shrunk rows [M, GROUP * BLOCK_R] (planes added in order), and B^T [GROUP * BLOCK_R, N]."""
+    """Of stacked factor rows: which exist, their columns of h, and B^T [GROUP * BLOCK_R, N]."""
     used = active & (r < tl.load(slice_rank + entry, mask=active, other=0))
     column = tl.load(slice_column + entry, mask=active, other=0) + r
     b_at = tl.load(b_offset + entry, mask=active, other=0)
@@ -100,9 +95,55 @@ def load_factors(
     b_tile = tl.load(
         arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
     )
-    keep = own & used[None, :]
-    h_at = h + position[:, None] * max_rank + column[None, :]
-    h_tile = tl.load(h_at, mask=keep, other=0.0)
+    return used, column, b_tile
+
+
+@triton.jit
+def _sum_planes(at, mask, plane, PLANES: tl.constexpr):
+    total = tl.load(at, mask=mask, other=0.0)
     for i in tl.static_range(1, PLANES):
-        h_tile += tl.load(h_at + i * plane, mask=keep, other=0.0)
-    return h_tile.to(arena.dtype.element_ty), b_tile
+        total += tl.load(at + i * plane, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def shrunk_of_items(
+    h, first, own, used, column, plane, max_rank, DTYPE: tl.constexpr, PLANES: tl.constexpr
+):
+    """The block-diagonal matrix [M, GROUP * BLOCK_R] of items that are rows."""
+    at = h + first * max_rank + column
+    values = _sum_planes(at, used, plane, PLANES).to(DTYPE)
+    return tl.where(own, values[None, :], 0.0).to(DTYPE)
+
+
+@triton.jit
+def shrunk_rows(
+    h,
+    slice_rank,
+    slice_column,
+    position,
+    entry,
+    active,
+    plane,
+    max_rank,
+    STEP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    DTYPE: tl.constexpr,
+    PLANES: tl.constexpr,
+):
+    """Each position's own shrunk row, [M, BLOCK_R]."""
+    rank = tl.load(slice_rank + entry, mask=active, other=0)
+    column = tl.load(slice_column + entry, mask=active, other=0)
+    r = STEP * BLOCK_R + tl.arange(0, BLOCK_R)
+    at = h + (position * max_rank + column)[:, None] + r[None, :]
+    return _sum_planes(at, r[None, :] < rank[:, None], plane, PLANES).to(DTYPE)
+
+
+@triton.jit
+def spread_rows(rows, own, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The block-diagonal matrix [M, GROUP * BLOCK_R] of items that are runs."""
+    M: tl.constexpr = rows.shape[0]
+    if GROUP > 1:
+        wide = tl.broadcast_to(rows[:, None, :], (M, GROUP, BLOCK_R))
+        rows = tl.reshape(wide, (M, GROUP * BLOCK_R))
+    return tl.where(own, rows, 0.0).to(rows.dtype)

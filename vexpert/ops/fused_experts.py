@@ -95,7 +95,8 @@ def fused_experts(
             return None
         shape = plan.lora.down_shrink if is_down else plan.lora.shrink
         h = moe_shrink(source, order, factors, shape, scaled and not is_down, is_down, pdl)
-        return Expand(h, factors, runs, plan.lora.group, plan.lora.item_stages)
+        how = plan.lora
+        return Expand(h, factors, runs, how.group, how.item_stages, how.prefetch)
 
     inter = moe_gate_up(
         x,

@@ -27,6 +27,7 @@ class LoraPlan:
     by_run: bool  # an item of a tile's expand is a run; else a row
     group: int  # items of one dot
     item_stages: int = 1  # of the loop over groups
+    prefetch: bool = False  # the first group's factors before the base product
 
 
 @dataclass(frozen=True)
