@@ -32,7 +32,6 @@ from vexpert.kernels.moe_tiles import (
     read_tile,
     shrunk_of_items,
     shrunk_rows,
-    slot_of,
     spread_rows,
 )
 
@@ -51,18 +50,14 @@ def _down_tile(
     bias,
     topk_weights,
     out,
-    slots,
     pair_at,
-    slot_at,
     run_end,
     tile_runs,
     tile_num_runs,
     h,
     arena,
-    slice_rank,
-    slice_column,
-    b_offset,
-    b_stride,
+    address,
+    rank,
     num_pairs,
     depth,
     size,
@@ -80,6 +75,7 @@ def _down_tile(
     GROUP: tl.constexpr,
     ITEM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -103,15 +99,23 @@ def _down_tile(
     w_at += n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
     line = (expert * size + block * BLOCK_N).to(tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if HAS_LORA and PREFETCH:
-        low0, high0, slot0, r0 = items_of(
-            0, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
-            TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
-        )  # fmt: skip
-        used0, column0, b_tile0 = load_b(
-            arena, slice_rank, slice_column, b_offset, b_stride, slot0, slot0 >= 0, expert,
-            r0, n, inside, size, ALIGNMENT,
-        )  # fmt: skip
+    if HAS_LORA:
+        dtype: tl.constexpr = arena.dtype.element_ty
+        plane = num_pairs * max_rank
+        if EARLY:
+            pdl_wait(PDL)
+        if BY_RUN and EARLY:
+            rows = shrunk_rows(
+                h, rank, position, mine, plane, num_pairs, max_rank, 4, 0, BLOCK_R, dtype, PLANES
+            )
+        if PREFETCH:
+            first0, stop0, exists0, r0 = items_of(
+                0, tile, start, end, run_end, tile_runs, tile_num_runs,
+                BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+            )  # fmt: skip
+            used0, b_tile0 = load_b(
+                arena, address, rank, first0, exists0, r0, n, inside, size, num_pairs, 4, ALIGNMENT
+            )
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = inter_rows.load([start, first])
@@ -129,47 +133,45 @@ def _down_tile(
     if HAS_BIAS:
         total += tl.load(bias + expert * size + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
-        pdl_wait(PDL)  # for the shrink; inter was complete before this kernel could start
-        dtype: tl.constexpr = arena.dtype.element_ty
-        plane = num_pairs * max_rank
+        if not EARLY:
+            pdl_wait(PDL)  # for the shrink; inter was complete before this kernel could start
+        count = end - start
         if BY_RUN:
             count = tl.load(tile_num_runs + tile)
-            row_slot = slot_of(position, mine, slots, slot_at, TOP_K, IDENTITY)
-        else:
-            count = end - start
         for step in tl.static_range(RANK_STEPS):
-            if BY_RUN:
+            if BY_RUN and not EARLY:
                 rows = shrunk_rows(
-                    h, slice_rank, slice_column, position, row_slot, row_slot >= 0, plane,
-                    max_rank, step, BLOCK_R, dtype, PLANES,
+                    h, rank, position, mine, plane, num_pairs, max_rank, 4, step, BLOCK_R, dtype,
+                    PLANES,
                 )  # fmt: skip
             if PREFETCH:
-                own = (position[:, None] >= low0[None, :]) & (position[:, None] < high0[None, :])
-                own = own & mine[:, None]
+                own = (position[:, None] >= first0[None, :]) & (position[:, None] < stop0[None, :])
                 if BY_RUN:
                     h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
                 else:
                     h_tile = shrunk_of_items(
-                        h, low0, own, used0, column0, plane, max_rank, dtype, PLANES
-                    )
+                        h, rank, first0, own, used0, r0, plane, num_pairs, max_rank, 4, dtype,
+                        PLANES,
+                    )  # fmt: skip
                 total = tl.dot(h_tile, b_tile0, total, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
-                low, high, slot, r = items_of(
-                    item, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
-                    TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+                first_at, stop, exists, r = items_of(
+                    item, tile, start, end, run_end, tile_runs, tile_num_runs,
+                    BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
                 )  # fmt: skip
-                own = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
-                own = own & mine[:, None]
-                used, column, b_tile = load_b(
-                    arena, slice_rank, slice_column, b_offset, b_stride, slot, slot >= 0, expert,
-                    r + step * BLOCK_R, n, inside, size, ALIGNMENT,
+                r += step * BLOCK_R
+                own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
+                used, b_tile = load_b(
+                    arena, address, rank, first_at, exists, r, n, inside, size, num_pairs, 4,
+                    ALIGNMENT,
                 )  # fmt: skip
                 if BY_RUN:
                     h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
                 else:
                     h_tile = shrunk_of_items(
-                        h, low, own, used, column, plane, max_rank, dtype, PLANES
-                    )
+                        h, rank, first_at, own, used, r, plane, num_pairs, max_rank, 4, dtype,
+                        PLANES,
+                    )  # fmt: skip
                 total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
     pair = position
     if not IDENTITY:
@@ -191,9 +193,7 @@ def _down_kernel(
     topk_weights,
     out,
     topk_ids,
-    slots,
     pair_at,
-    slot_at,
     run_end,
     tile_expert,
     tile_start,
@@ -203,10 +203,8 @@ def _down_kernel(
     tile_num_runs,
     h,
     arena,
-    slice_rank,
-    slice_column,
-    b_offset,
-    b_stride,
+    address,
+    rank,
     num_pairs,
     num_experts,
     depth,
@@ -225,6 +223,7 @@ def _down_kernel(
     GROUP: tl.constexpr,
     ITEM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -252,20 +251,20 @@ def _down_kernel(
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _down_tile(
             expert, tile, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias,
-            topk_weights, out, slots, pair_at, slot_at, run_end, tile_runs, tile_num_runs, h,
-            arena, slice_rank, slice_column, b_offset, b_stride, num_pairs, depth, size,
-            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS,
-            HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION,
-            RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
+            topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
+            rank, num_pairs, depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K,
+            IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
+            TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _down_tile(
             expert, tile, start, end, block, inter, inter_rows, weight, weight_rows, bias,
-            topk_weights, out, slots, pair_at, slot_at, run_end, tile_runs, tile_num_runs, h,
-            arena, slice_rank, slice_column, b_offset, b_stride, num_pairs, depth, size,
-            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS,
-            HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION,
-            RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+            topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
+            rank, num_pairs, depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K,
+            IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
+            BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
 
@@ -301,15 +300,13 @@ def moe_down(
         none if topk_weights is None else topk_weights,
         out,
         order.topk_ids,
-        none if order.slots is None else order.slots,
         order.pair,
-        order.slot,
         order.run_end,
         order.tile_expert,
         order.tile_start,
         order.tile_end,
         order.num_tiles,
-        *expand_tensors(lora, none),
+        *expand_tensors(lora, order, none),
         pairs,
         order.num_experts,
         depth,

@@ -13,7 +13,6 @@ At position p of expert e and slot s, x = hidden[pair[p] / K]:
 """
 
 from dataclasses import dataclass
-from math import gcd
 
 import torch
 import triton
@@ -22,6 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.activations import Activation, activate
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.moe_factors import SiteFactors
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import TileRuns
 from vexpert.kernels.moe_tiles import (
@@ -30,37 +30,8 @@ from vexpert.kernels.moe_tiles import (
     read_tile,
     shrunk_of_items,
     shrunk_rows,
-    slot_of,
     spread_rows,
 )
-
-
-@dataclass(frozen=True)
-class SiteFactors:
-    """One site's factors as kernels read them: the columns of ops.types.SiteTable."""
-
-    arena: torch.Tensor
-    rank: torch.Tensor
-    a_offset: torch.Tensor
-    a_stride: torch.Tensor
-    slice_rank: torch.Tensor
-    slice_column: torch.Tensor
-    b_offset: torch.Tensor
-    b_stride: torch.Tensor
-    max_rank: int
-    alignment: int = 1  # every factor starts at a multiple of so many elements
-
-    @property
-    def num_slots(self) -> int:
-        return self.rank.shape[0]
-
-    def alignment_of(self, row: int) -> int:
-        """What every row of `row` elements of a factor is aligned to, as loads may assume."""
-        return gcd(self.alignment, row, 16)
-
-    @property
-    def slice_max_rank(self) -> int:
-        return self.max_rank // self.slice_rank.shape[0]
 
 
 @dataclass(frozen=True)
@@ -73,6 +44,7 @@ class Expand:
     group: int  # items of one dot
     item_stages: int = 1  # of the loop over groups
     prefetch: bool = False  # the first group's B before the base product; ranks of one step only
+    early: bool = False  # shrunk rows too: the product then waits for the shrink; runs only
 
 
 @dataclass(frozen=True)
@@ -94,19 +66,22 @@ def weight_rows(weight: torch.Tensor, shape: TileShape) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [shape.block_n, shape.block_k])
 
 
-def expand_tensors(lora: Expand | None, none: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """tile_runs, tile_num_runs, h and the factors' tables, in the kernels' order."""
+def expand_tensors(
+    lora: Expand | None, order: PairOrder, none: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """tile_runs, tile_num_runs, h, arena, address and rank, in the kernels' order."""
     if lora is None:
-        return (none,) * 8
-    f, runs = lora.factors, lora.runs
+        return (none,) * 6
+    assert order.factors is not None
+    runs = lora.runs
     lists = (none, none) if runs is None else (runs.tile_runs, runs.tile_num_runs)
-    return (*lists, lora.h, f.arena, f.slice_rank, f.slice_column, f.b_offset, f.b_stride)
+    return *lists, lora.h, lora.factors.arena, order.factors.address, order.factors.rank
 
 
 def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
     """The constants of LoRA that the kernels share."""
     if lora is None:
-        return {"HAS_LORA": False, "PLANES": 1, "BY_RUN": False, "GROUP": 1, "ITEM_STAGES": 1, "PREFETCH": False, "BLOCK_R": 16, "RANK_STEPS": 1, "ALIGNMENT": 1}  # fmt: skip
+        return {"HAS_LORA": False, "PLANES": 1, "BY_RUN": False, "GROUP": 1, "ITEM_STAGES": 1, "PREFETCH": False, "EARLY": False, "BLOCK_R": 16, "RANK_STEPS": 1, "ALIGNMENT": 1}  # fmt: skip
     block_r = power_of_two(lora.factors.slice_max_rank, 16 if lora.group == 1 else 1, 64)
     return {
         "HAS_LORA": True,
@@ -115,6 +90,7 @@ def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
         "GROUP": max(lora.group, 16 // block_r),  # a dot is at least 16 deep
         "ITEM_STAGES": lora.item_stages,
         "PREFETCH": lora.prefetch and lora.factors.slice_max_rank <= block_r,
+        "EARLY": lora.early and lora.factors.slice_max_rank <= block_r,
         "BLOCK_R": block_r,
         "RANK_STEPS": triton.cdiv(lora.factors.slice_max_rank, block_r),
         "ALIGNMENT": lora.factors.alignment_of(size),
@@ -133,20 +109,15 @@ def _gate_up_tile(
     weight_rows,
     bias,
     inter,
-    slots,
     pair_at,
-    slot_at,
     run_end,
     tile_runs,
     tile_num_runs,
     h,
     arena,
-    slice_rank,
-    slice_column,
-    b_offset,
-    b_stride,
+    address,
+    rank,
     num_pairs,
-    num_slots,
     depth,
     size,
     stride_x,
@@ -167,6 +138,7 @@ def _gate_up_tile(
     GROUP: tl.constexpr,
     ITEM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -200,20 +172,33 @@ def _gate_up_tile(
     line = (expert * (size * (2 if GATED else 1)) + block * BLOCK_N).to(tl.int32)
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if HAS_LORA and PREFETCH:
-        low0, high0, slot0, r0 = items_of(
-            0, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
-            TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
-        )  # fmt: skip
-        gate_used0, gate_column0, b_gate0 = load_b(
-            arena, slice_rank, slice_column, b_offset, b_stride, slot0, slot0 >= 0, expert,
-            r0, n, inside, size, ALIGNMENT,
-        )  # fmt: skip
-        if GATED:
-            up_used0, up_column0, b_up0 = load_b(
-                arena, slice_rank, slice_column, b_offset, b_stride, num_slots + slot0,
-                slot0 >= 0, expert, r0, n, inside, size, ALIGNMENT,
+    if HAS_LORA:
+        dtype: tl.constexpr = arena.dtype.element_ty
+        plane = num_pairs * max_rank
+        if EARLY:
+            pdl_wait(PDL)
+        if BY_RUN and EARLY:
+            gate_rows = shrunk_rows(
+                h, rank, position, mine, plane, num_pairs, max_rank, 2, 0, BLOCK_R, dtype, PLANES
+            )
+            if GATED:
+                up_rows = shrunk_rows(
+                    h, rank, position, mine, plane, num_pairs, max_rank, 3, 0, BLOCK_R, dtype,
+                    PLANES,
+                )  # fmt: skip
+        if PREFETCH:
+            first0, stop0, exists0, r0 = items_of(
+                0, tile, start, end, run_end, tile_runs, tile_num_runs,
+                BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
             )  # fmt: skip
+            gate_used0, b_gate0 = load_b(
+                arena, address, rank, first0, exists0, r0, n, inside, size, num_pairs, 2, ALIGNMENT
+            )
+            if GATED:
+                up_used0, b_up0 = load_b(
+                    arena, address, rank, first0, exists0, r0, n, inside, size, num_pairs, 3,
+                    ALIGNMENT,
+                )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
@@ -244,74 +229,73 @@ def _gate_up_tile(
         if GATED:
             up += tl.load(bias_at + up_start, mask=inside, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
-        pdl_wait(PDL)  # for the shrink; the order was complete before this kernel could start
-        dtype: tl.constexpr = arena.dtype.element_ty
-        plane = num_pairs * max_rank
+        if not EARLY:
+            pdl_wait(PDL)  # for the shrink; the order was complete before this kernel could start
+        count = end - start
         if BY_RUN:
             count = tl.load(tile_num_runs + tile)
-            row_slot = slot_of(position, mine, slots, slot_at, TOP_K, IDENTITY)
-        else:
-            count = end - start
         for step in tl.static_range(RANK_STEPS):
-            if BY_RUN:
+            if BY_RUN and not EARLY:
                 gate_rows = shrunk_rows(
-                    h, slice_rank, slice_column, position, row_slot, row_slot >= 0, plane,
-                    max_rank, step, BLOCK_R, dtype, PLANES,
+                    h, rank, position, mine, plane, num_pairs, max_rank, 2, step, BLOCK_R, dtype,
+                    PLANES,
                 )  # fmt: skip
                 if GATED:
                     up_rows = shrunk_rows(
-                        h, slice_rank, slice_column, position, num_slots + row_slot,
-                        row_slot >= 0, plane, max_rank, step, BLOCK_R, dtype, PLANES,
+                        h, rank, position, mine, plane, num_pairs, max_rank, 3, step, BLOCK_R,
+                        dtype, PLANES,
                     )  # fmt: skip
             if PREFETCH:
-                own = (position[:, None] >= low0[None, :]) & (position[:, None] < high0[None, :])
-                own = own & mine[:, None]
+                own = (position[:, None] >= first0[None, :]) & (position[:, None] < stop0[None, :])
                 if BY_RUN:
                     h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
                 else:
                     h_gate = shrunk_of_items(
-                        h, low0, own, gate_used0, gate_column0, plane, max_rank, dtype, PLANES
-                    )
+                        h, rank, first0, own, gate_used0, r0, plane, num_pairs, max_rank, 2, dtype,
+                        PLANES,
+                    )  # fmt: skip
                 gate = tl.dot(h_gate, b_gate0, gate, input_precision=PRECISION)
                 if GATED:
                     if BY_RUN:
                         h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
                     else:
                         h_up = shrunk_of_items(
-                            h, low0, own, up_used0, up_column0, plane, max_rank, dtype, PLANES
-                        )
+                            h, rank, first0, own, up_used0, r0, plane, num_pairs, max_rank, 3,
+                            dtype, PLANES,
+                        )  # fmt: skip
                     up = tl.dot(h_up, b_up0, up, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
-                low, high, slot, r = items_of(
-                    item, tile, start, end, slots, slot_at, run_end, tile_runs, tile_num_runs,
-                    TOP_K, IDENTITY, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+                first_at, stop, exists, r = items_of(
+                    item, tile, start, end, run_end, tile_runs, tile_num_runs,
+                    BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
                 )  # fmt: skip
                 r += step * BLOCK_R
-                own = (position[:, None] >= low[None, :]) & (position[:, None] < high[None, :])
-                own = own & mine[:, None]
-                gate_used, gate_column, b_gate = load_b(
-                    arena, slice_rank, slice_column, b_offset, b_stride, slot, slot >= 0, expert,
-                    r, n, inside, size, ALIGNMENT,
+                own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
+                gate_used, b_gate = load_b(
+                    arena, address, rank, first_at, exists, r, n, inside, size, num_pairs, 2,
+                    ALIGNMENT,
                 )  # fmt: skip
                 if GATED:
-                    up_used, up_column, b_up = load_b(
-                        arena, slice_rank, slice_column, b_offset, b_stride, num_slots + slot,
-                        slot >= 0, expert, r, n, inside, size, ALIGNMENT,
+                    up_used, b_up = load_b(
+                        arena, address, rank, first_at, exists, r, n, inside, size, num_pairs, 3,
+                        ALIGNMENT,
                     )  # fmt: skip
                 if BY_RUN:
                     h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
                 else:
                     h_gate = shrunk_of_items(
-                        h, low, own, gate_used, gate_column, plane, max_rank, dtype, PLANES
-                    )
+                        h, rank, first_at, own, gate_used, r, plane, num_pairs, max_rank, 2, dtype,
+                        PLANES,
+                    )  # fmt: skip
                 gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
                 if GATED:
                     if BY_RUN:
                         h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
                     else:
                         h_up = shrunk_of_items(
-                            h, low, own, up_used, up_column, plane, max_rank, dtype, PLANES
-                        )
+                            h, rank, first_at, own, up_used, r, plane, num_pairs, max_rank, 3,
+                            dtype, PLANES,
+                        )  # fmt: skip
                     up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
     out = activate(gate, up, ACTIVATION, ALPHA, LIMIT).to(inter.dtype.element_ty)
     target = inter + position.to(tl.int64)[:, None] * size + n[None, :]
@@ -326,9 +310,7 @@ def _gate_up_kernel(
     bias,
     inter,
     topk_ids,
-    slots,
     pair_at,
-    slot_at,
     run_end,
     tile_expert,
     tile_start,
@@ -338,13 +320,10 @@ def _gate_up_kernel(
     tile_num_runs,
     h,
     arena,
-    slice_rank,
-    slice_column,
-    b_offset,
-    b_stride,
+    address,
+    rank,
     num_pairs,
     num_experts,
-    num_slots,
     depth,
     size,
     stride_x,
@@ -365,6 +344,7 @@ def _gate_up_kernel(
     GROUP: tl.constexpr,
     ITEM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr,
@@ -394,23 +374,21 @@ def _gate_up_kernel(
         return
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _gate_up_tile(
-            expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, slots,
-            pair_at, slot_at, run_end, tile_runs, tile_num_runs, h, arena, slice_rank,
-            slice_column, b_offset, b_stride, num_pairs, num_slots, depth, size, stride_x,
-            stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K, SCALED,
-            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, BLOCK_R, RANK_STEPS, ALIGNMENT,
-            ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N,
-            BLOCK_K, PDL,
+            expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
+            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, depth, size,
+            stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
+            PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _gate_up_tile(
-            expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, slots,
-            pair_at, slot_at, run_end, tile_runs, tile_num_runs, h, arena, slice_rank,
-            slice_column, b_offset, b_stride, num_pairs, num_slots, depth, size, stride_x,
-            stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K, SCALED,
-            IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, BLOCK_R, RANK_STEPS, ALIGNMENT,
-            ACTIVATION, ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N,
-            BLOCK_K, PDL,
+            expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
+            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, depth, size,
+            stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
+            PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
 
@@ -443,18 +421,15 @@ def moe_gate_up(
         none if bias is None else bias,
         inter,
         order.topk_ids,
-        none if order.slots is None else order.slots,
         order.pair,
-        order.slot,
         order.run_end,
         order.tile_expert,
         order.tile_start,
         order.tile_end,
         order.num_tiles,
-        *expand_tensors(lora, none),
+        *expand_tensors(lora, order, none),
         pairs,
         order.num_experts,
-        0 if lora is None else lora.factors.num_slots,
         depth,
         size,
         hidden.stride(0),

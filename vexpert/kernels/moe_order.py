@@ -7,6 +7,7 @@ the same way, so one launch needs no sort: P^2 comparisons, 1 us of one GPU's la
 |---|---|---|
 | topk_ids | [T, K] int | expert of pair t * K + k; < 0 or >= E: a sentinel, ordered last |
 | slots | [T] int or None | adapter slot of each token; < 0: base |
+| address, rank | | see `moe_factors`; filled when there are slots |
 | pair | [P] int32 | the pair at each position |
 | expert, slot | [P] int32 | its expert (E: sentinel) and slot (-1: base) |
 | run_start, run_end | [P] int32 | the run of equal (expert, slot) that this position is in |
@@ -21,6 +22,13 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.moe_factors import (
+    PairFactors,
+    factor_arguments,
+    factor_options,
+    fill_identity,
+    store_site,
+)
 
 
 @dataclass(frozen=True)
@@ -28,7 +36,7 @@ class PairOrder:
     """The arrays above. `is_identity`: every pair is a tile of its own, nothing was launched."""
 
     topk_ids: torch.Tensor
-    slots: torch.Tensor | None
+    factors: PairFactors | None
     pair: torch.Tensor
     expert: torch.Tensor
     slot: torch.Tensor
@@ -84,8 +92,27 @@ def _order_kernel(
     num_pairs,
     num_experts,
     num_slots,
+    address,
+    rank_at,
+    u0,
+    u1,
+    u2,
+    u3,
+    u4,
+    u5,
+    u6,
+    d0,
+    d1,
+    d2,
+    d3,
+    d4,
+    d5,
+    d6,
     TOP_K: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    GATE_SLICES: tl.constexpr,
+    HAS_UP: tl.constexpr,
+    HAS_DOWN: tl.constexpr,
     BLOCK_M: tl.constexpr,
     ROWS: tl.constexpr,
     CHUNK: tl.constexpr,
@@ -135,6 +162,16 @@ def _order_kernel(
     tl.store(slot_at + position, slot, mask=inside)
     tl.store(run_start + position, before, mask=inside)
     tl.store(run_end + position, up_to, mask=inside)
+    if HAS_SLOTS:
+        active = inside & (slot >= 0) & (expert < num_experts)
+        store_site(
+            position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+            u0, u1, u2, u3, u4, u5, u6, 0, 2, GATE_SLICES, HAS_UP,
+        )  # fmt: skip
+        store_site(
+            position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+            d0, d1, d2, d3, d4, d5, d6, 1, 4, 1, HAS_DOWN,
+        )  # fmt: skip
     within = position - expert_start
     opens = inside & (expert < num_experts) & (within % BLOCK_M == 0)
     tile = first_tile + within // BLOCK_M
@@ -146,27 +183,33 @@ def _order_kernel(
 
 
 def identity_order(
-    topk_ids: torch.Tensor, slots: torch.Tensor | None, num_experts: int, block_m: int
+    topk_ids: torch.Tensor,
+    factors: PairFactors | None,
+    num_experts: int,
+    block_m: int,
+    pdl: bool = False,
 ) -> PairOrder:
-    """No launch: pair p at position p, each pair a tile. For a handful of pairs."""
+    """Pair p at position p, each pair a tile: no launch but for factors. For a handful of pairs."""
+    if factors is not None:
+        fill_identity(factors, topk_ids, num_experts, pdl)
     none = topk_ids
     return PairOrder(
-        topk_ids, slots, *[none] * 9, block_m=block_m, num_experts=num_experts, is_identity=True
+        topk_ids, factors, *[none] * 9, block_m=block_m, num_experts=num_experts, is_identity=True
     )
 
 
 def order_pairs(
     topk_ids: torch.Tensor,
-    slots: torch.Tensor | None,
+    factors: PairFactors | None,
     num_experts: int,
-    num_slots: int,
     block_m: int,
     pdl: bool = False,
 ) -> PairOrder:
-    """The arrays of the table above for topk_ids [T, K] (contiguous) and slots [T] (None: base)."""
+    """The arrays of the table above for topk_ids [T, K], contiguous; `factors` are filled."""
     assert topk_ids.is_contiguous(), topk_ids.stride()
     tokens, top_k = topk_ids.shape
     pairs = tokens * top_k
+    num_slots = 0 if factors is None else factors.num_slots
     assert (num_experts + 2) * (num_slots + 1) < 1 << 31, (num_experts, num_slots)
     max_tiles = min(pairs, pairs // block_m + min(pairs, num_experts))
     at = torch.empty(5, pairs, dtype=torch.int32, device=topk_ids.device)
@@ -175,15 +218,17 @@ def order_pairs(
     rows = 16 if pairs <= 1024 else 32
     _order_kernel[(triton.cdiv(pairs, rows),)](
         topk_ids,
-        topk_ids if slots is None else slots,
+        topk_ids if factors is None else factors.slots,
         *at,
         *tile,
         num_tiles,
         pairs,
         num_experts,
         num_slots,
+        *factor_arguments(factors, topk_ids),
         TOP_K=top_k,
-        HAS_SLOTS=slots is not None,
+        HAS_SLOTS=factors is not None,
+        **factor_options(factors),
         BLOCK_M=block_m,
         ROWS=rows,
         CHUNK=power_of_two(pairs, 16, 256),
@@ -192,7 +237,7 @@ def order_pairs(
         num_warps=4,
         **pdl_options(pdl),
     )
-    return PairOrder(topk_ids, slots, *at, *tile, num_tiles, block_m, num_experts, False)
+    return PairOrder(topk_ids, factors, *at, *tile, num_tiles, block_m, num_experts, False)
 
 
 def reference_order(

@@ -15,6 +15,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.moe_factors import PairFactors, factor_arguments, factor_options, store_site
 from vexpert.kernels.moe_order import PairOrder, _keys
 
 
@@ -85,7 +86,10 @@ def _place_kernel(
 
 @triton.jit
 def _refine_kernel(
-    pair_by_expert, slot_by_expert, low, high, pair_at, slot_at, run_start, run_end, num_pairs,
+    pair_by_expert, expert_by_expert, slot_by_expert, low, high, pair_at, slot_at, run_start,
+    run_end, num_pairs, num_experts, num_slots, address, rank_at,
+    u0, u1, u2, u3, u4, u5, u6, d0, d1, d2, d3, d4, d5, d6,
+    GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
@@ -95,29 +99,41 @@ def _refine_kernel(
     slot = tl.load(slot_by_expert + mine, mask=inside, other=0)
     left = tl.load(low + mine, mask=inside, other=num_pairs)
     right = tl.load(high + mine, mask=inside, other=0)
-    before = tl.zeros((ROWS,), dtype=tl.int32)
-    equal_before = tl.zeros((ROWS,), dtype=tl.int32)
-    up_to = tl.zeros((ROWS,), dtype=tl.int32)
+    pair = tl.load(pair_by_expert + mine, mask=inside, other=0)
+    expert = tl.load(expert_by_expert + mine, mask=inside, other=num_experts)
+    # Counts stay spread over threads until the loop is over: a sum is a trip through shared memory.
+    before = tl.zeros((ROWS, CHUNK), dtype=tl.int32)
+    equal_before = tl.zeros((ROWS, CHUNK), dtype=tl.int32)
+    after = tl.zeros((ROWS, CHUNK), dtype=tl.int32)
     for first in range(tl.min(left, 0), tl.max(right, 0), CHUNK):
         other = first + tl.arange(0, CHUNK)
         its_slot = tl.load(slot_by_expert + other, mask=other < num_pairs, other=0)
         here = (other[None, :] >= left[:, None]) & (other[None, :] < right[:, None])
-        less = here & (its_slot[None, :] < slot[:, None])
+        earlier = other[None, :] < mine[:, None]
         equal = here & (its_slot[None, :] == slot[:, None])
-        before += tl.sum(less.to(tl.int32), 1)
-        up_to += tl.sum((less | equal).to(tl.int32), 1)
-        equal_before += tl.sum((equal & (other[None, :] < mine[:, None])).to(tl.int32), 1)
-    position = left + before + equal_before
-    pair = tl.load(pair_by_expert + mine, mask=inside, other=0)
+        before += (here & (its_slot[None, :] < slot[:, None])).to(tl.int32)
+        equal_before += (equal & earlier).to(tl.int32)
+        after += (equal & (other[None, :] >= mine[:, None])).to(tl.int32)
+    start = left + tl.sum(before, 1)
+    position = start + tl.sum(equal_before, 1)
     tl.store(pair_at + position, pair, mask=inside)
     tl.store(slot_at + position, slot, mask=inside)
-    tl.store(run_start + position, left + before, mask=inside)
-    tl.store(run_end + position, left + up_to, mask=inside)
+    tl.store(run_start + position, start, mask=inside)
+    tl.store(run_end + position, position + tl.sum(after, 1), mask=inside)
+    active = inside & (slot >= 0) & (expert < num_experts)
+    store_site(
+        position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+        u0, u1, u2, u3, u4, u5, u6, 0, 2, GATE_SLICES, HAS_UP,
+    )  # fmt: skip
+    store_site(
+        position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+        d0, d1, d2, d3, d4, d5, d6, 1, 4, 1, HAS_DOWN,
+    )  # fmt: skip
 
 
 def order_many_pairs(
     topk_ids: torch.Tensor,
-    slots: torch.Tensor | None,
+    factors: PairFactors | None,
     num_experts: int,
     block_m: int,
     pdl: bool = False,
@@ -139,17 +155,18 @@ def order_many_pairs(
         topk_ids, count, pairs, num_experts, TOP_K=top_k, CHUNK=chunk, BINS=bins, **options
     )
     _place_kernel[(chunks,)](
-        topk_ids, topk_ids if slots is None else slots, count, pair, expert, slot, low, high,
-        *tile, num_tiles, pairs, num_experts, chunks, TOP_K=top_k, HAS_SLOTS=slots is not None,
+        topk_ids, topk_ids if factors is None else factors.slots, count, pair, expert, slot, low, high,
+        *tile, num_tiles, pairs, num_experts, chunks, TOP_K=top_k, HAS_SLOTS=factors is not None,
         BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64), num_warps=8, **options,
     )  # fmt: skip
-    if slots is not None:
+    if factors is not None:
         _refine_kernel[(triton.cdiv(pairs, 32),)](
-            pair, slot, low, high, ordered, ordered_slot, run_start, run_end, pairs,
-            ROWS=32, CHUNK=128, **options,
+            pair, expert, slot, low, high, ordered, ordered_slot, run_start, run_end, pairs,
+            num_experts, factors.num_slots, *factor_arguments(factors, topk_ids),
+            **factor_options(factors), ROWS=32, CHUNK=64, **options,
         )  # fmt: skip
         pair, slot = ordered, ordered_slot
     return PairOrder(
-        topk_ids, slots, pair, expert, slot, run_start, run_end, *tile, num_tiles,
+        topk_ids, factors, pair, expert, slot, run_start, run_end, *tile, num_tiles,
         block_m, num_experts, False,
     )  # fmt: skip

@@ -54,7 +54,7 @@ def _runs_kernel(
 
 def find_runs(order: PairOrder, pdl: bool = False) -> TileRuns:
     """Both arrays of the table above."""
-    assert order.slots is not None
+    assert order.factors is not None
     assert not order.is_identity
     device = order.pair.device
     tile_runs = torch.empty(order.max_tiles, order.block_m, dtype=torch.int32, device=device)

@@ -8,7 +8,7 @@ or BLOCK_M positions, whose runs it does one after another (few, long runs).
 | array | shape | holds |
 |---|---|---|
 | hidden | [T, H], or [P, H] when SCALED or BY_POSITION | inputs of tokens, pairs or positions |
-| rank, a_offset, a_stride | [S] int64 | the site's table |
+| address, rank_at | [P] | this site's rows of `moe_factors` |
 | h | [PLANES, P, max_rank] float32 | by position; columns from the slot's rank on unspecified |
 """
 
@@ -19,9 +19,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
-from vexpert.kernels.moe_gate_up import SiteFactors
 from vexpert.kernels.moe_order import PairOrder
-from vexpert.kernels.moe_tiles import slot_of
 
 
 @dataclass(frozen=True)
@@ -38,33 +36,11 @@ class ShrinkShape:
 
 @triton.jit
 def _shrink_run(
-    at,
-    stop,
-    slot,
-    expert,
-    hidden,
-    pair_at,
-    arena,
-    rank_of,
-    a_offset,
-    a_stride,
-    plane,
-    left,
-    right,
-    depth,
-    max_rank,
-    stride_x,
-    TOP_K: tl.constexpr,
-    BY_POSITION: tl.constexpr,
-    SCALED: tl.constexpr,
-    IDENTITY: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-):
+    at, stop, hidden, pair_at, arena, address, rank, plane, left, right, depth, max_rank, stride_x,
+    TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr, IDENTITY: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
+):  # fmt: skip
     """Positions at ... stop, at most BLOCK_M of them, of one slot and expert."""
     position = at + tl.arange(0, BLOCK_M)
     own = position < stop
@@ -76,9 +52,7 @@ def _shrink_run(
             source = source // TOP_K
     k = tl.arange(0, BLOCK_K)
     x_line = hidden + source.to(tl.int64)[:, None] * stride_x + k[None, :]
-    rank = tl.load(rank_of + slot)
-    a_at = tl.load(a_offset + slot) + expert * tl.load(a_stride + slot)
-    a = arena + tl.multiple_of(a_at, ALIGNMENT)
+    a = arena + tl.multiple_of(tl.load(address + at), ALIGNMENT)
     for r in range(0, rank, BLOCK_R):
         inner = r + tl.arange(0, BLOCK_R)
         used = inner < rank
@@ -99,38 +73,12 @@ def _shrink_run(
 
 @triton.jit
 def _shrink_kernel(
-    hidden,
-    topk_ids,
-    slots,
-    pair_at,
-    expert_at,
-    slot_at,
-    run_start,
-    run_end,
-    arena,
-    rank_of,
-    a_offset,
-    a_stride,
-    h,
-    num_pairs,
-    num_experts,
-    depth,
-    part,
-    max_rank,
-    stride_x,
-    TOP_K: tl.constexpr,
-    RUNS: tl.constexpr,
-    BY_POSITION: tl.constexpr,
-    SCALED: tl.constexpr,
-    IDENTITY: tl.constexpr,
-    EVEN: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-    PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    hidden, pair_at, run_start, run_end, arena, address, rank_at, h, num_pairs, depth, part,
+    max_rank, stride_x,
+    TOP_K: tl.constexpr, RUNS: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr,
+    IDENTITY: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
     left = tl.program_id(1) * part
@@ -150,16 +98,12 @@ def _shrink_kernel(
         stop = end
         if not RUNS:
             stop = tl.minimum(tl.load(run_end + at), end)
-        slot = slot_of(at, True, slots, slot_at, TOP_K, IDENTITY)
-        if IDENTITY:
-            expert = tl.load(topk_ids + at).to(tl.int64)
-        else:
-            expert = tl.load(expert_at + at).to(tl.int64)
-        if (slot >= 0) & (expert >= 0) & (expert < num_experts):
+        rank = tl.load(rank_at + at)
+        if rank > 0:
             _shrink_run(
-                at, stop, slot, expert, hidden, pair_at, arena, rank_of, a_offset, a_stride, plane,
-                left, right, depth, max_rank, stride_x, TOP_K, BY_POSITION, SCALED, IDENTITY, EVEN,
-                ALIGNMENT, PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
+                at, stop, hidden, pair_at, arena, address, rank, plane, left, right, depth,
+                max_rank, stride_x, TOP_K, BY_POSITION, SCALED, IDENTITY, EVEN, ALIGNMENT,
+                PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
             )  # fmt: skip
         at = stop
 
@@ -167,16 +111,18 @@ def _shrink_kernel(
 def moe_shrink(
     hidden: torch.Tensor,
     order: PairOrder,
-    lora: SiteFactors,
     shape: ShrinkShape,
+    is_down: bool = False,
     scaled: bool = False,
-    by_position: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """h, see the table above."""
-    assert order.slots is not None
+    """h of gate_up, or of down, whose input `hidden` is by position; see the table above."""
+    assert order.factors is not None
     assert shape.by_run or not order.is_identity
     assert hidden.stride(1) == 1, hidden.stride()
+    factors = order.factors
+    lora = factors.down if is_down else factors.gate_up
+    assert lora is not None
     pairs, depth = order.num_pairs, hidden.shape[1]
     part = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k) * shape.block_k
     planes = triton.cdiv(depth, part)
@@ -184,27 +130,21 @@ def moe_shrink(
     programs = pairs if shape.by_run else triton.cdiv(pairs, shape.block_m)
     _shrink_kernel[(programs, planes)](
         hidden,
-        order.topk_ids,
-        order.slots,
         order.pair,
-        order.expert,
-        order.slot,
         order.run_start,
         order.run_end,
         lora.arena,
-        lora.rank,
-        lora.a_offset,
-        lora.a_stride,
+        factors.address[int(is_down)],
+        factors.rank[int(is_down)],
         h,
         pairs,
-        order.num_experts,
         depth,
         part,
         lora.max_rank,
         hidden.stride(0),
         TOP_K=order.top_k,
         RUNS=shape.by_run,
-        BY_POSITION=by_position,
+        BY_POSITION=is_down,
         SCALED=scaled,
         IDENTITY=order.is_identity,
         EVEN=depth % shape.block_k == 0,

@@ -28,74 +28,46 @@ def read_tile(
 
 
 @triton.jit
-def slot_of(position, mask, slots, slot_at, TOP_K: tl.constexpr, IDENTITY: tl.constexpr):
-    """Slot of positions, -1 where masked off."""
-    if IDENTITY:
-        slot = tl.load(slots + position // TOP_K, mask=mask, other=-1).to(tl.int32)
-    else:
-        slot = tl.load(slot_at + position, mask=mask, other=-1)
-    return slot
-
-
-@triton.jit
 def items_of(
     first_item,
     tile,
     start,
     end,
-    slots,
-    slot_at,
     run_end,
     tile_runs,
     tile_num_runs,
-    TOP_K: tl.constexpr,
-    IDENTITY: tl.constexpr,
     BY_RUN: tl.constexpr,
     STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """(first position, stop, slot, r) of each row of GROUP stacked factors; slot -1: nothing."""
+    """Of each row of GROUP stacked factors: (first position, stop, exists, r)."""
     stacked = tl.arange(0, GROUP * BLOCK_R)
     item = first_item + stacked // BLOCK_R
     if BY_RUN:
-        there = item < tl.load(tile_num_runs + tile)
-        first = tl.load(tile_runs + tile * STRIDE + item, mask=there, other=0)
-        stop = tl.minimum(tl.load(run_end + first, mask=there, other=0), end)
+        exists = item < tl.load(tile_num_runs + tile)
+        first = tl.load(tile_runs + tile * STRIDE + item, mask=exists, other=0)
+        stop = tl.minimum(tl.load(run_end + first, mask=exists, other=0), end)
     else:
         first = start + item
-        there = first < end
+        exists = first < end
         stop = first + 1
-    slot = slot_of(first, there, slots, slot_at, TOP_K, IDENTITY)
-    return first, stop, slot, stacked % BLOCK_R
+    return first, stop, exists, stacked % BLOCK_R
 
 
 @triton.jit
 def load_b(
-    arena,
-    slice_rank,
-    slice_column,
-    b_offset,
-    b_stride,
-    entry,
-    active,
-    expert,
-    r,
-    n,
-    inside,
-    size,
-    ALIGNMENT: tl.constexpr,
-):
-    """Of stacked factor rows: which exist, their columns of h, and B^T [GROUP * BLOCK_R, N]."""
-    used = active & (r < tl.load(slice_rank + entry, mask=active, other=0))
-    column = tl.load(slice_column + entry, mask=active, other=0) + r
-    b_at = tl.load(b_offset + entry, mask=active, other=0)
-    b_at += expert * tl.load(b_stride + entry, mask=active, other=0) + r * size
-    b_at = tl.multiple_of(b_at, [ALIGNMENT])
+    arena, address, rank, first, exists, r, n, inside, size, num_pairs,
+    ROW: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Of stacked factor rows: which exist, and B^T [GROUP * BLOCK_R, N]."""
+    used = exists & (r < tl.load(rank + ROW * num_pairs + first, mask=exists, other=0))
+    b_at = tl.load(address + ROW * num_pairs + first, mask=used, other=0)
+    b_at = tl.multiple_of(b_at + r * size, [ALIGNMENT])
     b_tile = tl.load(
         arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
     )
-    return used, column, b_tile
+    return used, b_tile
 
 
 @triton.jit
@@ -108,35 +80,27 @@ def _sum_planes(at, mask, plane, PLANES: tl.constexpr):
 
 @triton.jit
 def shrunk_of_items(
-    h, first, own, used, column, plane, max_rank, DTYPE: tl.constexpr, PLANES: tl.constexpr
-):
+    h, rank, first, own, used, r, plane, num_pairs, max_rank,
+    ROW: tl.constexpr, DTYPE: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
     """The block-diagonal matrix [M, GROUP * BLOCK_R] of items that are rows."""
-    at = h + first * max_rank + column
-    values = _sum_planes(at, used, plane, PLANES).to(DTYPE)
+    column = tl.load(rank + (ROW + 3) * num_pairs + first, mask=used, other=0) + r
+    values = _sum_planes(h + first * max_rank + column, used, plane, PLANES).to(DTYPE)
     return tl.where(own, values[None, :], 0.0).to(DTYPE)
 
 
 @triton.jit
 def shrunk_rows(
-    h,
-    slice_rank,
-    slice_column,
-    position,
-    entry,
-    active,
-    plane,
-    max_rank,
-    STEP: tl.constexpr,
-    BLOCK_R: tl.constexpr,
-    DTYPE: tl.constexpr,
+    h, rank, position, mine, plane, num_pairs, max_rank,
+    ROW: tl.constexpr, STEP: tl.constexpr, BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
     PLANES: tl.constexpr,
-):
+):  # fmt: skip
     """Each position's own shrunk row, [M, BLOCK_R]."""
-    rank = tl.load(slice_rank + entry, mask=active, other=0)
-    column = tl.load(slice_column + entry, mask=active, other=0)
+    own_rank = tl.load(rank + ROW * num_pairs + position, mask=mine, other=0)
+    column = tl.load(rank + (ROW + 3) * num_pairs + position, mask=own_rank > 0, other=0)
     r = STEP * BLOCK_R + tl.arange(0, BLOCK_R)
     at = h + (position * max_rank + column)[:, None] + r[None, :]
-    return _sum_planes(at, r[None, :] < rank[:, None], plane, PLANES).to(DTYPE)
+    return _sum_planes(at, r[None, :] < own_rank[:, None], plane, PLANES).to(DTYPE)
 
 
 @triton.jit

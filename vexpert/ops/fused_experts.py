@@ -7,7 +7,8 @@ import torch
 from vexpert.kernels.activations import Activation
 from vexpert.kernels.combine import combine
 from vexpert.kernels.moe_down import moe_down
-from vexpert.kernels.moe_gate_up import Expand, SiteFactors, moe_gate_up
+from vexpert.kernels.moe_factors import PairFactors, SiteFactors
+from vexpert.kernels.moe_gate_up import Expand, moe_gate_up
 from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_runs import find_runs
@@ -44,12 +45,6 @@ class FusedLora:
     slots: torch.Tensor  # [T], < 0: base
     gate_up: SiteFactors | None
     down: SiteFactors | None
-
-    @property
-    def num_slots(self) -> int:
-        factors = self.gate_up or self.down
-        assert factors is not None
-        return factors.num_slots
 
 
 def site_factors(site: LoraSite, table: SiteTable) -> SiteFactors:
@@ -94,9 +89,11 @@ def fused_experts(
         if factors is None:
             return None
         shape = plan.lora.down_shrink if is_down else plan.lora.shrink
-        h = moe_shrink(source, order, factors, shape, scaled and not is_down, is_down, pdl)
+        h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl)
         how = plan.lora
-        return Expand(h, factors, runs, how.group, how.item_stages, how.prefetch)
+        return Expand(
+            h, factors, runs, how.group, how.item_stages, how.prefetch, how.early and how.by_run
+        )
 
     inter = moe_gate_up(
         x,
@@ -126,12 +123,13 @@ def fused_experts(
 def _order(
     topk_ids: torch.Tensor, lora: FusedLora | None, num_experts: int, plan: BasePlan
 ) -> PairOrder:
-    slots = None if lora is None else lora.slots
+    factors = None
+    if lora is not None:
+        factors = PairFactors.empty(lora.slots, lora.gate_up, lora.down, topk_ids.numel())
     if plan.is_identity:
-        return identity_order(topk_ids, slots, num_experts, plan.block_m)
+        return identity_order(topk_ids, factors, num_experts, plan.block_m, plan.pdl)
     if plan.order_chunk:
         return order_many_pairs(
-            topk_ids, slots, num_experts, plan.block_m, plan.pdl, plan.order_chunk
+            topk_ids, factors, num_experts, plan.block_m, plan.pdl, plan.order_chunk
         )
-    num_slots = 0 if lora is None else lora.num_slots
-    return order_pairs(topk_ids, slots, num_experts, num_slots, plan.block_m, plan.pdl)
+    return order_pairs(topk_ids, factors, num_experts, plan.block_m, plan.pdl)

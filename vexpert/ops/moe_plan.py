@@ -28,6 +28,7 @@ class LoraPlan:
     group: int  # items of one dot
     item_stages: int = 1  # of the loop over groups
     prefetch: bool = False  # the first group's factors before the base product
+    early: bool = False  # shrunk rows before it too; runs only
 
 
 @dataclass(frozen=True)
