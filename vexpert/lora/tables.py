@@ -1,6 +1,7 @@
 """All site tables of one pool: one device tensor, one host mirror, views of both.
 
-A site's rows are those of `SiteTable.packed`; columns are slots. A slot's change is one column, so it is one small copy whatever the model's size.
+A site's rows are those of `SiteTable.packed`; columns are slots. A slot's change is one column, so
+it is one small copy whatever the model's size.
 """
 
 import torch

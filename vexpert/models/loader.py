@@ -27,7 +27,7 @@ from vexpert.models.checkpoint import (
 from vexpert.models.probe import Probe
 from vexpert.models.served import TransformersModel
 from vexpert.models.support import check_supported, longest_context
-from vexpert.models.swap import attach_runners, swap_layers
+from vexpert.models.swap import attach_runners, swap_head, swap_layers
 from vexpert.models.targets import build_targets
 from vexpert.models.types import ModelInfo, ServedModel
 from vexpert.ops.backend import select_backend
@@ -73,6 +73,7 @@ def serve(
     if config.enable_lora:
         swap_layers(model, targets, experts_layers, states, seen.on_context, backend)
     else:
+        swap_head(model)
         targets = TargetMap(text.model_type, type(model).__name__, {}, ())
     context = StepContext()
     layers = _attach_attention(seen, context)
