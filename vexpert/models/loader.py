@@ -70,6 +70,8 @@ def serve(
     states = LoraState(), LoraState()
     backend = select_backend(config.lora_backend, device, dtype)
     attach_runners(experts_layers, backend)
+    if backend.name == "numba":
+        _compile_norms(model)
     if config.enable_lora:
         swap_layers(model, targets, experts_layers, states, seen.on_context, backend)
     else:
@@ -93,6 +95,12 @@ def serve(
         cache=StepCache(context, by_index),
         cache_name=cache_name,
     )
+
+
+def _compile_norms(model: Any) -> None:
+    from vexpert.models.norms import compile_norms  # needs numba
+
+    logger.info("%d RMS norms run as one compiled call each", compile_norms(model))
 
 
 def find_targets(model: Any, text: Any, max_rank: int) -> TargetMap:
