@@ -200,11 +200,16 @@ def check_operands(
 ) -> None:
     """Raise UnsupportedError unless x [*, in] and y [num_rows, out] fit the site and its arena."""
     arena = table.arena
-    fits = (
-        x.dtype == y.dtype == arena.dtype
-        and x.is_cuda == y.is_cuda == arena.is_cuda
-        and x.shape[1:] == (site.in_features,)
-        and y.shape == (num_rows, site.out_features)
+    dtype, is_cuda = arena.dtype, arena.is_cuda
+    fits = (  # written for speed: once per site and step
+        x.dtype is dtype
+        and y.dtype is dtype
+        and x.is_cuda is is_cuda
+        and y.is_cuda is is_cuda
+        and x.dim() == y.dim() == 2
+        and x.size(1) == site.in_features
+        and y.size(0) == num_rows
+        and y.size(1) == site.out_features
     )
     if not fits:
         raise UnsupportedError(

@@ -22,7 +22,7 @@ class TorchBackend:
     def _host(self, site: LoraSite, table: SiteTable) -> HostTable:
         host = self._host_tables.get(site.index)
         if host is None or host.table is not table:
-            host = self._host_tables[site.index] = HostTable(table)
+            host = self._host_tables[site.index] = HostTable(site, table)
         return host
 
     def route(
@@ -41,6 +41,18 @@ class TorchBackend:
     ) -> None:
         assert isinstance(routing, TorchRouting)
         check_operands(self.name, x, y, site, table, routing.num_rows)
+        self._apply(x, y, site, table, routing, x_rows)
+
+    def _apply(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        routing: TorchRouting,
+        x_rows: torch.Tensor | None,
+    ) -> None:
+        """`apply` of operands that fit."""
         if len(routing.pairs.rows):
             Delta(x, site, self._host(site, table), x_rows).add(y, routing)
 

@@ -62,7 +62,7 @@ class _ExpertsLora:
             groups = cached[1]
             assert isinstance(groups, RowGroups)
             return groups
-        groups = self.gate_up.group(view, view.slots[rows.token], rows.expert)
+        groups = self.gate_up.group(view, view.slots.index_select(0, rows.token), rows.expert)
         self.state.cache[self.key] = (rows, groups)
         return groups
 
