@@ -288,8 +288,7 @@ def moe_down(
     rows = [inter, inter]
     if shape.tma:
         rows = [
-            TensorDescriptor.from_tensor(inter, [m, shape.block_k])
-            for m in (order.block_m, tail_m)
+            TensorDescriptor.from_tensor(inter, [m, shape.block_k]) for m in (order.block_m, tail_m)
         ]
     _down_kernel[(tiles * triton.cdiv(size, shape.block_n),)](
         inter,

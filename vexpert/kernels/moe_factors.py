@@ -1,4 +1,4 @@
-"""Where the factors of each position lie: the site tables looked up once, for all kernels of a layer.
+"""Where the factors of each position lie: site tables looked up once, for all kernels of a layer.
 
 | row of `address` [5, P] int64 | element of the arena |
 |---|---|
@@ -26,42 +26,28 @@ from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_
 
 @dataclass(frozen=True)
 class SiteFactors:
-    """One site's factors: the columns of ops.types.SiteTable."""
+    """One site's factors: the arena and the table of ops.types.SiteTable."""
 
     arena: torch.Tensor
-    rank: torch.Tensor
-    a_offset: torch.Tensor
-    a_stride: torch.Tensor
-    slice_rank: torch.Tensor
-    slice_column: torch.Tensor
-    b_offset: torch.Tensor
-    b_stride: torch.Tensor
-    max_rank: int
+    packed: torch.Tensor  # [3 + 4 * n, S] int64, n output slices
+    max_rank: int  # columns of the shrunk rows
     alignment: int = 1  # every factor starts at a multiple of so many elements
 
     @property
     def num_slots(self) -> int:
-        return self.rank.shape[0]
+        return self.packed.shape[1]
+
+    @property
+    def num_slices(self) -> int:
+        return (self.packed.shape[0] - 3) // 4
 
     @property
     def slice_max_rank(self) -> int:
-        return self.max_rank // self.slice_rank.shape[0]
+        return self.max_rank // self.num_slices
 
     def alignment_of(self, row: int) -> int:
         """What every row of `row` elements of a factor is aligned to, as loads may assume."""
         return gcd(self.alignment, row, 16)
-
-    def tables(self) -> tuple[torch.Tensor, ...]:
-        """In the order of `store_site`."""
-        return (
-            self.rank,
-            self.a_offset,
-            self.a_stride,
-            self.slice_rank,
-            self.slice_column,
-            self.b_offset,
-            self.b_stride,
-        )
 
 
 @dataclass(frozen=True)
@@ -105,13 +91,7 @@ def store_site(
     rank_at,
     num_pairs,
     num_slots,
-    rank,
-    a_offset,
-    a_stride,
-    slice_rank,
-    slice_column,
-    b_offset,
-    b_stride,
+    table,
     A_ROW: tl.constexpr,
     B_ROW: tl.constexpr,
     SLICES: tl.constexpr,
@@ -119,22 +99,24 @@ def store_site(
 ):
     """One site's rows of `address` and `rank`, at positions."""
     expert = expert.to(tl.int64)
+    at = table + slot
     if EXISTS:
-        a_rank = tl.load(rank + slot, mask=active, other=0).to(tl.int32)
-        a_at = tl.load(a_offset + slot, mask=active, other=0)
-        a_at += expert * tl.load(a_stride + slot, mask=active, other=0)
+        a_rank = tl.load(at, mask=active, other=0).to(tl.int32)
+        a_at = tl.load(at + num_slots, mask=active, other=0)
+        a_at += expert * tl.load(at + 2 * num_slots, mask=active, other=0)
         tl.store(address + A_ROW * num_pairs + position, a_at, mask=inside)
     else:
         a_rank = tl.zeros_like(position)
     tl.store(rank_at + A_ROW * num_pairs + position, a_rank, mask=inside)
     for i in tl.static_range(SLICES):
-        entry = i * num_slots + slot
         row = (B_ROW + i) * num_pairs + position
         if EXISTS:
-            b_rank = tl.load(slice_rank + entry, mask=active, other=0).to(tl.int32)
-            column = tl.load(slice_column + entry, mask=active, other=0).to(tl.int32)
-            b_at = tl.load(b_offset + entry, mask=active, other=0)
-            b_at += expert * tl.load(b_stride + entry, mask=active, other=0)
+            part = at + (3 + i) * num_slots
+            step = SLICES * num_slots
+            b_rank = tl.load(part, mask=active, other=0).to(tl.int32)
+            column = tl.load(part + step, mask=active, other=0).to(tl.int32)
+            b_at = tl.load(part + 2 * step, mask=active, other=0)
+            b_at += expert * tl.load(part + 3 * step, mask=active, other=0)
             tl.store(address + row, b_at, mask=inside)
             tl.store(rank_at + row + 3 * num_pairs, column, mask=inside)
         else:
@@ -145,7 +127,7 @@ def store_site(
 @triton.jit
 def _identity_kernel(
     topk_ids, slots, address, rank_at, num_pairs, num_experts, num_slots,
-    u0, u1, u2, u3, u4, u5, u6, d0, d1, d2, d3, d4, d5, d6,
+    up_table, down_table,
     TOP_K: tl.constexpr, GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
     BLOCK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -158,21 +140,21 @@ def _identity_kernel(
     active = (slot >= 0) & (expert >= 0) & (expert < num_experts)
     store_site(
         position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-        u0, u1, u2, u3, u4, u5, u6, 0, 2, GATE_SLICES, HAS_UP,
+        up_table, 0, 2, GATE_SLICES, HAS_UP,
     )  # fmt: skip
     store_site(
         position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-        d0, d1, d2, d3, d4, d5, d6, 1, 4, 1, HAS_DOWN,
+        down_table, 1, 4, 1, HAS_DOWN,
     )  # fmt: skip
 
 
 def factor_arguments(factors: PairFactors | None, none: torch.Tensor) -> tuple[torch.Tensor, ...]:
-    """address, rank and the tables of both sites, as the kernels that fill them take them."""
+    """address, rank and the table of either site, as the kernels that fill them take them."""
     if factors is None:
-        return (none,) * 16
-    up = (none,) * 7 if factors.gate_up is None else factors.gate_up.tables()
-    down = (none,) * 7 if factors.down is None else factors.down.tables()
-    return factors.address, factors.rank, *up, *down
+        return (none,) * 4
+    up, down = factors.gate_up, factors.down
+    tables = (none if site is None else site.packed for site in (up, down))
+    return factors.address, factors.rank, *tables
 
 
 def factor_options(factors: PairFactors | None) -> dict[str, int | bool]:
@@ -181,7 +163,7 @@ def factor_options(factors: PairFactors | None) -> dict[str, int | bool]:
         return {"GATE_SLICES": 1, "HAS_UP": False, "HAS_DOWN": False}
     up = factors.gate_up
     return {
-        "GATE_SLICES": 2 if up is None else up.slice_rank.shape[0],
+        "GATE_SLICES": 2 if up is None else up.num_slices,
         "HAS_UP": up is not None,
         "HAS_DOWN": factors.down is not None,
     }

@@ -7,7 +7,7 @@ At position p of expert e and slot s, x = hidden[pair[p] / K]:
 | array | shape | holds |
 |---|---|---|
 | hidden | [T, H], or [P, H] when SCALED | inputs of tokens, or of pairs |
-| weight | [E, n * I, H] in any strides | gate at column_step * i, up at up_start + column_step * i |
+| weight | [E, n * I, H], any strides | gate at column_step * i, up at up_start + column_step * i |
 | h | [PLANES, P, max_rank] float32 | shrunk rows by position |
 | inter | [P, I] | by position |
 """
@@ -19,7 +19,8 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vexpert.kernels.activations import Activation, activate
+from vexpert.kernels.activate import activate
+from vexpert.kernels.activations import Activation
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_factors import SiteFactors
 from vexpert.kernels.moe_order import PairOrder
@@ -55,7 +56,9 @@ class TileShape:
     block_k: int
     num_warps: int = 4
     num_stages: int = 3
-    tail_m: int = 0  # rows of the smaller tile that an expert's last pairs take if they fit; 0: none
+    tail_m: int = (
+        0  # rows of the smaller tile that an expert's last pairs take if they fit; 0: none
+    )
     tma: bool = False  # weights through the tensor memory accelerator: [E, N, K] contiguous
 
 
@@ -81,13 +84,16 @@ def expand_tensors(
 def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
     """The constants of LoRA that the kernels share."""
     if lora is None:
-        return {"HAS_LORA": False, "PLANES": 1, "BY_RUN": False, "GROUP": 1, "ITEM_STAGES": 1, "PREFETCH": False, "EARLY": False, "BLOCK_R": 16, "RANK_STEPS": 1, "ALIGNMENT": 1}  # fmt: skip
-    block_r = power_of_two(lora.factors.slice_max_rank, 16 if lora.group == 1 else 1, 64)
+        off = dict.fromkeys(("HAS_LORA", "BY_RUN", "PREFETCH", "EARLY"), False)
+        ones = dict.fromkeys(("PLANES", "GROUP", "ITEM_STAGES", "RANK_STEPS", "ALIGNMENT"), 1)
+        return {**off, **ones, "BLOCK_R": 16}
+    block_r = power_of_two(lora.factors.slice_max_rank, 16, 64)
     return {
         "HAS_LORA": True,
         "PLANES": lora.h.shape[0],
         "BY_RUN": lora.runs is not None,
-        "GROUP": max(lora.group, 16 // block_r),  # a dot is at least 16 deep
+        # A dot is at least 16 deep, and a tile of B at most 128 rows.
+        "GROUP": max(min(lora.group, 128 // block_r), 16 // block_r),
         "ITEM_STAGES": lora.item_stages,
         "PREFETCH": lora.prefetch and lora.factors.slice_max_rank <= block_r,
         "EARLY": lora.early and lora.factors.slice_max_rank <= block_r,

@@ -64,7 +64,9 @@ class PairOrder:
 
 
 @triton.jit
-def _keys(topk_ids, slots, pair, inside, num_experts, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr):
+def keys_of(
+    topk_ids, slots, pair, inside, num_experts, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr
+):
     """Expert (sentinels and what lies outside: E and E + 1) and slot of pairs."""
     expert = tl.load(topk_ids + pair, mask=inside, other=0).to(tl.int32)
     expert = tl.where((expert < 0) | (expert >= num_experts), num_experts, expert)
@@ -94,20 +96,8 @@ def _order_kernel(
     num_slots,
     address,
     rank_at,
-    u0,
-    u1,
-    u2,
-    u3,
-    u4,
-    u5,
-    u6,
-    d0,
-    d1,
-    d2,
-    d3,
-    d4,
-    d5,
-    d6,
+    up_table,
+    down_table,
     TOP_K: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
     GATE_SLICES: tl.constexpr,
@@ -124,7 +114,7 @@ def _order_kernel(
     pdl_release(PDL)
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = mine < num_pairs
-    expert, slot = _keys(topk_ids, slots, mine, inside, num_experts, TOP_K, HAS_SLOTS)
+    expert, slot = keys_of(topk_ids, slots, mine, inside, num_experts, TOP_K, HAS_SLOTS)
     key = expert * (num_slots + 1) + slot + 1
     before = tl.zeros((ROWS,), dtype=tl.int32)
     equal_before = tl.zeros((ROWS,), dtype=tl.int32)
@@ -133,9 +123,7 @@ def _order_kernel(
     for first in range(0, num_pairs, CHUNK):
         other = first + tl.arange(0, CHUNK)
         there = other < num_pairs
-        its_expert, its_slot = _keys(
-            topk_ids, slots, other, there, num_experts, TOP_K, HAS_SLOTS
-        )
+        its_expert, its_slot = keys_of(topk_ids, slots, other, there, num_experts, TOP_K, HAS_SLOTS)
         its_key = its_expert * (num_slots + 1) + its_slot + 1
         less = its_key[None, :] < key[:, None]
         equal = its_key[None, :] == key[:, None]
@@ -144,7 +132,7 @@ def _order_kernel(
         equal_before += tl.sum((equal & (other[None, :] < mine[:, None])).to(tl.int32), 1)
     for first in range(0, num_pairs, WIDE):
         other = first + tl.arange(0, WIDE)
-        its_expert, _ = _keys(
+        its_expert, _ = keys_of(
             topk_ids, slots, other, other < num_pairs, num_experts, TOP_K, False
         )
         count += tl.histogram(its_expert, BINS)
@@ -166,11 +154,11 @@ def _order_kernel(
         active = inside & (slot >= 0) & (expert < num_experts)
         store_site(
             position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-            u0, u1, u2, u3, u4, u5, u6, 0, 2, GATE_SLICES, HAS_UP,
+            up_table, 0, 2, GATE_SLICES, HAS_UP,
         )  # fmt: skip
         store_site(
             position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-            d0, d1, d2, d3, d4, d5, d6, 1, 4, 1, HAS_DOWN,
+            down_table, 1, 4, 1, HAS_DOWN,
         )  # fmt: skip
     within = position - expert_start
     opens = inside & (expert < num_experts) & (within % BLOCK_M == 0)
@@ -180,6 +168,34 @@ def _order_kernel(
     tl.store(tile_end + tile, tl.minimum(position + BLOCK_M, expert_stop), mask=opens)
     if tl.program_id(0) == 0:
         tl.store(num_tiles, tl.sum(tiles, 0))
+
+
+def make_order(
+    topk_ids: torch.Tensor,
+    factors: PairFactors | None,
+    arrays: tuple[torch.Tensor, ...],
+    block_m: int,
+    num_experts: int,
+    is_identity: bool = False,
+) -> PairOrder:
+    """`arrays`: pair ... num_tiles, in the order of the table above."""
+    pair, expert, slot, run_start, run_end, tile_expert, tile_start, tile_end, num_tiles = arrays
+    return PairOrder(
+        topk_ids=topk_ids,
+        factors=factors,
+        pair=pair,
+        expert=expert,
+        slot=slot,
+        run_start=run_start,
+        run_end=run_end,
+        tile_expert=tile_expert,
+        tile_start=tile_start,
+        tile_end=tile_end,
+        num_tiles=num_tiles,
+        block_m=block_m,
+        num_experts=num_experts,
+        is_identity=is_identity,
+    )
 
 
 def identity_order(
@@ -192,10 +208,7 @@ def identity_order(
     """Pair p at position p, each pair a tile: no launch but for factors. For a handful of pairs."""
     if factors is not None:
         fill_identity(factors, topk_ids, num_experts, pdl)
-    none = topk_ids
-    return PairOrder(
-        topk_ids, factors, *[none] * 9, block_m=block_m, num_experts=num_experts, is_identity=True
-    )
+    return make_order(topk_ids, factors, (topk_ids,) * 9, block_m, num_experts, is_identity=True)
 
 
 def order_pairs(
@@ -237,7 +250,8 @@ def order_pairs(
         num_warps=4,
         **pdl_options(pdl),
     )
-    return PairOrder(topk_ids, factors, *at, *tile, num_tiles, block_m, num_experts, False)
+    arrays = (*at, *tile, num_tiles)
+    return make_order(topk_ids, factors, arrays, block_m, num_experts)
 
 
 def reference_order(

@@ -16,7 +16,7 @@ import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_factors import PairFactors, factor_arguments, factor_options, store_site
-from vexpert.kernels.moe_order import PairOrder, _keys
+from vexpert.kernels.moe_order import PairOrder, keys_of, make_order
 
 
 @triton.jit
@@ -27,7 +27,7 @@ def _count_kernel(
     pdl_wait(PDL)
     pdl_release(PDL)
     mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    expert, _ = _keys(topk_ids, topk_ids, mine, mine < num_pairs, num_experts, TOP_K, False)
+    expert, _ = keys_of(topk_ids, topk_ids, mine, mine < num_pairs, num_experts, TOP_K, False)
     bins = tl.histogram(expert, BINS)
     tl.store(count + tl.program_id(0) * BINS + tl.arange(0, BINS), bins)
 
@@ -58,12 +58,10 @@ def _place_kernel(
     first_tile = tl.cumsum(tiles, 0) - tiles
     mine = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = mine < num_pairs
-    expert, slot = _keys(topk_ids, slots, mine, inside, num_experts, TOP_K, HAS_SLOTS)
+    expert, slot = keys_of(topk_ids, slots, mine, inside, num_experts, TOP_K, HAS_SLOTS)
     # The same pairs once more, as columns.
     other = chunk * CHUNK + tl.arange(0, CHUNK)
-    its_expert, _ = _keys(
-        topk_ids, slots, other, other < num_pairs, num_experts, TOP_K, False
-    )
+    its_expert, _ = keys_of(topk_ids, slots, other, other < num_pairs, num_experts, TOP_K, False)
     same = (its_expert[None, :] == expert[:, None]) & (other[None, :] < mine[:, None])
     within = tl.gather(earlier, expert, 0) + tl.sum(same.to(tl.int32), 1)
     left = tl.gather(start, expert, 0)
@@ -88,7 +86,7 @@ def _place_kernel(
 def _refine_kernel(
     pair_by_expert, expert_by_expert, slot_by_expert, low, high, pair_at, slot_at, run_start,
     run_end, num_pairs, num_experts, num_slots, address, rank_at,
-    u0, u1, u2, u3, u4, u5, u6, d0, d1, d2, d3, d4, d5, d6,
+    up_table, down_table,
     GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -123,11 +121,11 @@ def _refine_kernel(
     active = inside & (slot >= 0) & (expert < num_experts)
     store_site(
         position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-        u0, u1, u2, u3, u4, u5, u6, 0, 2, GATE_SLICES, HAS_UP,
+        up_table, 0, 2, GATE_SLICES, HAS_UP,
     )  # fmt: skip
     store_site(
         position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-        d0, d1, d2, d3, d4, d5, d6, 1, 4, 1, HAS_DOWN,
+        down_table, 1, 4, 1, HAS_DOWN,
     )  # fmt: skip
 
 
@@ -154,10 +152,11 @@ def order_many_pairs(
     _count_kernel[(chunks,)](
         topk_ids, count, pairs, num_experts, TOP_K=top_k, CHUNK=chunk, BINS=bins, **options
     )
+    slots = topk_ids if factors is None else factors.slots
     _place_kernel[(chunks,)](
-        topk_ids, topk_ids if factors is None else factors.slots, count, pair, expert, slot, low, high,
-        *tile, num_tiles, pairs, num_experts, chunks, TOP_K=top_k, HAS_SLOTS=factors is not None,
-        BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64), num_warps=8, **options,
+        topk_ids, slots, count, pair, expert, slot, low, high, *tile, num_tiles, pairs,
+        num_experts, chunks, TOP_K=top_k, HAS_SLOTS=factors is not None, BLOCK_M=block_m,
+        CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64), num_warps=8, **options,
     )  # fmt: skip
     if factors is not None:
         _refine_kernel[(triton.cdiv(pairs, 32),)](
@@ -166,7 +165,5 @@ def order_many_pairs(
             **factor_options(factors), ROWS=32, CHUNK=64, **options,
         )  # fmt: skip
         pair, slot = ordered, ordered_slot
-    return PairOrder(
-        topk_ids, factors, pair, expert, slot, run_start, run_end, *tile, num_tiles,
-        block_m, num_experts, False,
-    )  # fmt: skip
+    arrays = (pair, expert, slot, run_start, run_end, *tile, num_tiles)
+    return make_order(topk_ids, factors, arrays, block_m, num_experts)

@@ -1,8 +1,8 @@
 """What the kernels over tiles of one expert share: reading a tile, LoRA on the rows of it.
 
 A tile may mix adapters and base rows. Its LoRA is one dot of a block-diagonal matrix of shrunk rows
-with the factors of several *items* stacked: an item is a row, or a run of equal (expert, slot) where
-runs are long. All factors of a group are thus loaded at once; a loop over items would wait for each.
+with the factors of several *items* stacked: an item is a row, or where runs are long a run of equal
+(expert, slot). All factors of a group are thus loaded at once; a loop would wait for each item.
 The first group's factors may be loaded before the base product, which then hides their latency.
 """
 
@@ -12,7 +12,14 @@ import triton.language as tl
 
 @triton.jit
 def read_tile(
-    tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY: tl.constexpr
+    tile,
+    topk_ids,
+    tile_expert,
+    tile_start,
+    tile_end,
+    num_tiles,
+    num_experts,
+    IDENTITY: tl.constexpr,
 ):
     """(expert, first position, end); an end of -1: no such tile."""
     if IDENTITY:

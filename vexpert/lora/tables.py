@@ -6,7 +6,7 @@ it is one small copy whatever the model's size.
 
 import torch
 
-from vexpert.lora.pack import SiteEntry
+from vexpert.lora.pack import SiteEntry, factor_alignment
 from vexpert.ops.types import LoraSite, SiteTable
 
 
@@ -45,8 +45,9 @@ class Tables:
         self.host = torch.zeros(rows, num_slots, dtype=torch.int64)
         self.device = torch.zeros(rows, num_slots, dtype=torch.int64, device=arena.device)
         ends = [*self.first_row[1:], rows]
+        alignment = factor_alignment(arena.dtype)
         self.site_tables = tuple(
-            SiteTable(arena, self.device[first:end], host_rank=[0] * num_slots)
+            SiteTable(arena, self.device[first:end], [0] * num_slots, alignment)
             for first, end in zip(self.first_row, ends, strict=False)
         )
 

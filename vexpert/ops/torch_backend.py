@@ -8,7 +8,7 @@ from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.torch_lora import Delta
 from vexpert.ops.torch_routing import IntArray, TorchArrangement, TorchRouting, ragged
 from vexpert.ops.torch_table import HostTable
-from vexpert.ops.types import LoraSite, SiteTable
+from vexpert.ops.types import ExpertsTensors, LoraSite, SiteTable
 
 
 class TorchBackend:
@@ -106,6 +106,9 @@ class TorchBackend:
     ) -> None:
         check_operands(self.name, x, y, site, table, slots.shape[0])
         per_adapter.apply_per_adapter(x, y, site, table, slots, experts, active_slots, x_rows)
+
+    def fuse_experts(self, experts: ExpertsTensors) -> None:
+        """Step by step: the products are PyTorch's."""
 
     def prepare_weight(self, weight: torch.Tensor, is_transposed: bool) -> None:
         torch_gemm.store_input_major(weight, is_transposed)

@@ -9,6 +9,8 @@ from functools import cached_property
 
 import torch
 
+from vexpert.kernels.activations import Activation
+
 
 @dataclass(frozen=True)
 class OutputSlice:
@@ -55,6 +57,7 @@ class SiteTable:
     host_rank: list[
         int
     ]  # [S] copy of `rank` on the host: decides, without a sync, what can be skipped
+    alignment: int = 1  # every factor starts at a multiple of so many elements
 
     @cached_property
     def rank(self) -> torch.Tensor:
@@ -94,3 +97,34 @@ class SiteTable:
     def _slice_rows(self, index: int) -> torch.Tensor:
         slices = (self.packed.shape[0] - 3) // 4
         return self.packed[3 + index * slices : 3 + (index + 1) * slices]
+
+
+@dataclass(frozen=True)
+class ExpertsTensors:
+    """Weights of a layer's routed experts as views: gate_up [E, n * I, H], down [E, H, I]."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None  # [E, n * I]
+    down_bias: torch.Tensor | None  # [E, H]
+    activation: Activation
+    is_interleaved: bool  # gate is columns 0::2 and up 1::2 of gate_up's output, not two halves
+    scale_input: bool  # the routing weight multiplies the input of gate_up, not down's output
+
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        """(I, first column of up, step between columns) of gate_up's output."""
+        size = self.down.shape[2]
+        if not self.activation.has_gate:
+            return size, 0, 1
+        return (size, 1, 2) if self.is_interleaved else (size, size, 1)
+
+
+@dataclass(frozen=True)
+class ExpertsLora:
+    """One step's adapters on one layer's routed experts; a product without any is None."""
+
+    slots: torch.Tensor  # [T] int64, < 0: base
+    active_slots: tuple[int, ...]
+    gate_up: tuple[LoraSite, SiteTable] | None
+    down: tuple[LoraSite, SiteTable] | None
