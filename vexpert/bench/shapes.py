@@ -21,12 +21,17 @@ class LayerShape:
     experts: int
     top_k: int
 
-    def make(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
-        """Experts with random weights whose outputs are about as large as their inputs."""
+    def outline(self) -> nn.Module:
+        """The experts on the meta device."""
         path, _, name = self.module.partition(":")
         experts_class = getattr(importlib.import_module(f"transformers.models.{path}"), name)
         with torch.device("meta"):
             module: nn.Module = experts_class(self._config())
+        return module
+
+    def make(self, device: torch.device, dtype: torch.dtype, seed: int) -> nn.Module:
+        """Experts with random weights whose outputs are about as large as their inputs."""
+        module = self.outline()
         module.to(dtype).to_empty(device=device).requires_grad_(False)
         generator = torch.Generator(device).manual_seed(seed)
         for name, parameter in module.named_parameters():

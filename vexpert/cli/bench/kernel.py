@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vexpert.cli.threads import limit_spinning
 from vexpert.config import DTYPES
 from vexpert.errors import ConfigError
 
@@ -82,6 +83,8 @@ def _ranks(text: str) -> tuple[int, ...]:
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; 1 if a row failed or gave a wrong result."""
+    limit_spinning()
+
     import torch
 
     from vexpert.bench.header import describe
@@ -89,9 +92,10 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.json, args.csv)):
         if not Path(path).parent.is_dir():
             raise ConfigError(f"{path!r}: its folder does not exist; make it first")
-    bench = _bench(args)
-    cases = choose_cases(args, bench.device.type == "cuda")
-    facts = describe(bench.device) | {
+    device = _device(args.device)
+    cases = choose_cases(args, device.type == "cuda")
+    bench = _bench(args, device)
+    facts = describe(device) | {
         "dtype": str(bench.dtype).removeprefix("torch."),
         "backend": bench.backend.name,
         "method": bench.timer.method,
@@ -116,7 +120,7 @@ def _device(name: str | None) -> "torch.device":
     return device
 
 
-def _bench(args: argparse.Namespace) -> "Bench":
+def _bench(args: argparse.Namespace, device: "torch.device") -> "Bench":
     import torch
 
     from vexpert.bench.contenders import CLASSIC, DEFAULT
@@ -126,7 +130,6 @@ def _bench(args: argparse.Namespace) -> "Bench":
 
     if args.bandwidth <= 0:
         raise ConfigError(f"bandwidth={args.bandwidth}: must be above 0")
-    device = _device(args.device)
     auto = "bfloat16" if device.type == "cuda" else "float32"
     dtype: torch.dtype = getattr(torch, auto if args.dtype == "auto" else args.dtype)
     return Bench(
