@@ -14,13 +14,13 @@ import torch
 from vexpert.bench.cases import GRIDS, Case, Grid, goal_cases, with_draws
 from vexpert.bench.contenders import BASE, CLASSIC, DEFAULT, LORA, Contender
 from vexpert.bench.draw import Draw, draw, draw_experts, draw_slots
-from vexpert.bench.floor import count_floor
+from vexpert.bench.floor import Floor, count_floor
 from vexpert.bench.layer import BenchLayer
 from vexpert.bench.measure import Bench, Row
 from vexpert.bench.peers import find_peer, load_peers
 from vexpert.bench.reference import largest_error, reference
 from vexpert.bench.shapes import SHAPES
-from vexpert.bench.table import verdict
+from vexpert.bench.table import columns, heading, line, verdict
 from vexpert.bench.timer import ClockTimer, Timing, make_timer
 from vexpert.cli.bench.kernel import report
 from vexpert.cli.main import main
@@ -395,6 +395,25 @@ def test_layers_are_shared_only_by_cases_that_may(monkeypatch: pytest.MonkeyPatc
     assert built == [cases[0], *cases[2:]]
 
 
+def test_a_line_fits_its_heading() -> None:
+    shown = columns(with_classic=True, with_peers=True)
+    case = Case("qwen3-30b-a3b", (16,), 8, 8, 8)
+    times = {
+        name: Timing(us, us, us - 2, us + 2, 20)
+        for name, us in (("base", 120.04), ("lora", 130.5), ("routing", 3.0), ("classic", 99999.0))
+    }
+    floor = Floor(base_bytes=860_000_000, lora_bytes=17_200_000, base_flops=1)
+    row = Row(case, times, {"base": 0.004, "lora": 0.0051}, floor, find_peer(case))
+    text = line(row, shown)
+    assert len(text) == len(heading(shown))
+    assert text.split() == [
+        "qwen3-30b-a3b", "16", "8", "8", "8", "0%", "uniform#0", "120.0", "118.0-122.0", "200.0",
+        "130.5", "128.5-132.5", "3.0", "10.5", "4.0", "2.6", "99879", "10.0", "52.7", "46.1",
+        "139.2", "5e-03",
+    ]  # fmt: skip
+    assert line(Row(case, failure="why"), shown).endswith("FAILED: why")
+
+
 def test_verdict_counts() -> None:
     case = Case("qwen3-30b-a3b", (16,), 8, 8, 8)  # goal 10, SGLang 46.1, vLLM 52.7
     other = replace(case, base_share=0.5)  # no goal; SGLang 42.4, vLLM 52.3
@@ -418,25 +437,24 @@ SMALL = ["bench", "kernel", "--device", "cpu", "--shapes", "tiny", "--repeats", 
 
 def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     files = ["--json", str(tmp_path / "out.json"), "--csv", str(tmp_path / "out.csv")]
-    grid = ["--ranks", "4", "4,8", "--adapters", "2", "--tokens", "2", "8", "--draws", "2"]
-    assert main([*SMALL, *grid, "--slots", "3", "--classic", *files]) == 0
+    grid = ["--ranks", "4", "4,8", "--adapters", "2", "--tokens", "2", "8", "--base-shares", "0"]
+    words = [*SMALL, *grid, "--draws", "2", "--slots", "3", "--classic", "--lora-backend", "torch"]
+    assert main([*words, *files]) == 0
     lines = capsys.readouterr().out.splitlines()
-    facts = dict(line.split(": ", 1) for line in itertools.takewhile(lambda s: ": " in s, lines))
+    facts = dict(s.split(": ", 1) for s in itertools.takewhile(lambda s: ": " in s, lines))
     assert {"device", "driver", "torch", "triton", "commit", "date", "overhead_us"} <= set(facts)
     assert facts["dtype"] == "float32"
     result = json.loads(lines[-1])
-    assert (result["rows"], result["failed"]) == (16, 0)
+    assert (result["rows"], result["failed"]) == (8, 0)
     kept = json.loads((tmp_path / "out.json").read_text())
     assert kept["results"] == result["results"]
     assert {row["ranks"] for row in kept["results"]} == {"4", "4,8"}
     assert {row["seed"] for row in kept["results"]} == {0, 1}
     with (tmp_path / "out.csv").open() as file:
         table = list(csv.DictReader(file))
-    assert len(table) == 16
+    assert len(table) == 8
     assert all(float(row["classic_us"]) > 0 for row in table)
-    heading = next(line for line in lines if "with LoRA" in line)
-    shown = [line for line in lines if line.lstrip().startswith("tiny ")]
-    assert {len(line) for line in shown} == {len(heading)}
+    assert [text.split()[0] for text in lines].count("tiny") == 8
 
 
 @pytest.mark.parametrize(

@@ -61,10 +61,10 @@ WHAT = (
 )
 TIMES = (
     Column("base us", 8, lambda row: _number(row.median(BASE.name))),
-    Column("p10-p90", 13, lambda row: _spread(row, BASE.name)),
+    Column("p10-p90", 15, lambda row: _spread(row, BASE.name)),
     Column("floor", 7, lambda row: _floor(row, True)),
     Column("with LoRA", 9, lambda row: _number(row.median(LORA.name))),
-    Column("p10-p90", 13, lambda row: _spread(row, LORA.name)),
+    Column("p10-p90", 15, lambda row: _spread(row, LORA.name)),
     Column("routing", 7, lambda row: _number(row.median(ROUTING.name))),
     Column("added", 7, lambda row: _number(row.added())),
     Column("floor", 7, lambda row: _floor(row, False)),
@@ -76,7 +76,7 @@ PEERS = (
     Column("SGLang", 6, _peer("sglang_added_us")),
     Column("vLLM base", 9, _peer("vllm_base_us")),
 )
-CLASSIC_ADDED = Column("classic", 7, lambda row: _number(row.added(CLASSIC.name)))
+CLASSIC_ADDED = Column("classic", 8, lambda row: _number(row.added(CLASSIC.name)))
 ERROR = Column("error", 5, _worst_error)
 
 
