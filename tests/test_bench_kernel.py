@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from vexpert.bench.cases import GRIDS, Case, Grid, goal_cases, with_draws
+from vexpert.bench.claims import check_claims, claim_cases, make_claims
 from vexpert.bench.contenders import BASE, CLASSIC, DEFAULT, LORA, Contender
 from vexpert.bench.draw import Draw, draw, draw_experts, draw_slots
 from vexpert.bench.floor import Floor, count_floor
@@ -82,6 +83,7 @@ def test_goal_cases_have_their_goals() -> None:
         {"expert_popularity": "zipf"},
         {"slots": 64},
         {"shared_a": True},
+        {"adapter_rows_only": True},
         {"ranks": (16, 64)},
         {"shape": "mixtral-8x7b"},
         {"tokens": 7},
@@ -178,6 +180,27 @@ def test_what_a_draw_depends_on() -> None:
     assert step.active_slots == tuple(sorted(set(step.slots.tolist()) - {-1}))
 
 
+def test_more_slots_rename_the_adapters_alone() -> None:
+    case = Case("tiny", (8,), 8, 64, 8, 0.25)
+    few, many = draw_slots(case), draw_slots(replace(case, slots=64))
+    assert not torch.equal(few, many)
+    pairs = set(zip(few.tolist(), many.tolist(), strict=True))
+    assert len(pairs) == len(set(few.tolist())) == len(set(many.tolist())) == 9
+
+
+def test_adapter_rows_only_are_the_same_rows() -> None:
+    case = CASES["plain"]
+    both = draw(case, CPU, torch.float32)
+    alone = draw(replace(case, adapter_rows_only=True), CPU, torch.float32)
+    rows = both.slots >= 0
+    assert alone.hidden.shape[0] == 8
+    for name in ("hidden", "topk_ids", "topk_weights", "slots"):
+        assert torch.equal(getattr(both, name)[rows], getattr(alone, name)), name
+    layer = make_layer(case)
+    expected = reference(layer, both, True)[rows]
+    torch.testing.assert_close(reference(layer, alone, True), expected)
+
+
 # ---- floors and reference
 
 
@@ -210,7 +233,7 @@ def test_floor_equals_a_naive_count(name: str, dtype: torch.dtype) -> None:
     layer, step = make_layer(case, dtype), draw(case, CPU, dtype)
     floor = count_floor(layer, step)
     assert (floor.base_bytes, floor.lora_bytes, floor.base_flops) == naive_floor(layer, step)
-    assert floor.lora_us(2e6) == floor.lora_bytes / 2
+    assert floor.lora_us(2e6) == pytest.approx(floor.lora_bytes / 2)
 
 
 def test_a_shared_a_is_stored_and_counted_once() -> None:
@@ -319,7 +342,7 @@ def test_a_row_has_every_figure(name: str) -> None:
     figures = row.figures()
     assert figures["added_us"] == figures["lora_us"] - figures["base_us"]
     assert figures["lora_min_us"] <= figures["lora_p10_us"] <= figures["lora_p90_us"]
-    assert figures["lora_floor_us"] == figures["lora_bytes"] / 4.3e12 * 1e6
+    assert figures["lora_floor_us"] == pytest.approx(figures["lora_bytes"] / 4.3e6)
     assert figures["added_to_floor"] == figures["added_us"] / figures["lora_floor_us"]
 
 
@@ -430,6 +453,30 @@ def test_verdict_counts() -> None:
     }  # fmt: skip
 
 
+def test_claims_compare_what_was_measured() -> None:
+    claims = make_claims("tiny")
+    assert len({claim.text for claim in claims}) == len(claims) == 9
+    slots, half, mixed = claims[:3]
+
+    def row(case: Case, added: float, seed: int = 0) -> Row:
+        times = {"base": Timing.of([50.0] * 2), "lora": Timing.of([50 + added] * 2)}
+        return Row(replace(case, seed=seed), times)
+
+    rows = [row(slots.case, 103), *(row(slots.others[0], us, us) for us in (90, 100, 190))]
+    rows += [row(half.case, 106), row(half.others[0], 100)]
+    singles = zip(mixed.others, (40, 80, 120, 160), strict=True)
+    rows += [row(mixed.case, 110), *(row(case, us) for case, us in singles)]
+    outcome = [(c["ratio"], c["bound"], c["holds"]) for c in check_claims(claims, rows)]
+    assert outcome == [(1.03, 1.03, True), (1.06, 1.05, False), (1.1, 1.15, True)]
+    assert len(check_claims(claims, rows[:-1])) == 2  # a rank is missing
+
+
+def test_claims_are_about_the_rows_of_their_preset() -> None:
+    needed = {case for claim in make_claims() for case in (claim.case, *claim.others)}
+    assert set(claim_cases()) == needed
+    assert len(claim_cases()) == len(needed) == 27
+
+
 # ---- the command
 
 SMALL = ["bench", "kernel", "--device", "cpu", "--shapes", "tiny", "--repeats", "3"]
@@ -461,7 +508,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     ("words", "message"),
     [
         (["--shapes", "gpt"], "use one of qwen3-30b-a3b"),
-        (["--preset", "huge"], "use one of full, shapes, small, goals"),
+        (["--preset", "huge"], "use one of full, shapes, small, goals, claims"),
         (["--preset", "goals"], "leave out shapes"),
         (["--adapters", "8", "--tokens", "4"], "more adapters than tokens"),
         (["--slots", "0"], "slots=0"),

@@ -27,6 +27,7 @@ class Case:
     popularity: str = "uniform"  # of adapters among the other tokens
     expert_popularity: str = "uniform"
     shared_a: bool = False  # gate and up multiply one A, as fused checkpoints have it
+    adapter_rows_only: bool = False  # the tokens that have no adapter are drawn, then left out
     seed: int = 0
 
     def __post_init__(self) -> None:
@@ -93,8 +94,6 @@ GRIDS = {
     ),
     "small": Grid(("tiny", "tiny-gpt-oss"), ((8,), (4, 8)), (1, 4), (1, 8, 32)),
 }
-GOALS = "goals"
-PRESETS = (*GRIDS, GOALS)
 
 
 def goal_cases() -> list[Case]:

@@ -49,8 +49,11 @@ def draw_experts(case: Case) -> torch.Tensor:
 
 
 def draw_slots(case: Case) -> torch.Tensor:
-    """Slot of each token [T] int64; exactly `case.base_rows` of them, anywhere, are -1."""
-    key = (case.seed, case.tokens, case.adapters, case.base_share, case.popularity, case.slots)
+    """Slot of each token [T] int64; exactly `case.base_rows` of them, anywhere, are -1.
+
+    More slots rename the adapters, and change nothing else.
+    """
+    key = (case.seed, case.tokens, case.adapters, case.base_share, case.popularity)
     generator = _generator("slots", *key)
     adapted = case.tokens - case.base_rows
     if case.popularity == "identical":
@@ -60,10 +63,9 @@ def draw_slots(case: Case) -> torch.Tensor:
     else:
         shares = _shares(case.popularity, case.adapters, generator)
         chosen = torch.multinomial(shares, adapted, replacement=True, generator=generator)
-    used = torch.randperm(case.slots, generator=generator)[: case.adapters]
     slots = torch.full((case.tokens,), -1)
     where = torch.randperm(case.tokens, generator=generator)[:adapted]
-    slots[where] = used[chosen]
+    slots[where] = torch.randperm(case.slots, generator=generator)[: case.adapters][chosen]
     return slots
 
 
@@ -72,11 +74,13 @@ def draw(case: Case, device: torch.device, dtype: torch.dtype) -> Draw:
     shape = find_shape(case.shape)
     generator = _generator("values", case.seed, case.tokens)
     weights = torch.rand(case.tokens, shape.top_k, generator=generator) + 0.1
+    hidden = torch.randn(case.tokens, shape.hidden, generator=generator)
     slots = draw_slots(case)
+    kept = slots >= 0 if case.adapter_rows_only else torch.ones_like(slots, dtype=torch.bool)
     return Draw(
-        hidden=torch.randn(case.tokens, shape.hidden, generator=generator).to(device, dtype),
-        topk_ids=draw_experts(case).to(device),
-        topk_weights=(weights / weights.sum(1, keepdim=True)).to(device, dtype),
-        slots=slots.to(device),
+        hidden=hidden[kept].to(device, dtype),
+        topk_ids=draw_experts(case)[kept].to(device),
+        topk_weights=(weights / weights.sum(1, keepdim=True))[kept].to(device, dtype),
+        slots=slots[kept].to(device),
         active_slots=tuple(sorted({slot for slot in slots.tolist() if slot >= 0})),
     )

@@ -75,6 +75,7 @@ def layer_key(case: Case) -> Case:
         base_share=0.0,
         popularity="uniform",
         expert_popularity="uniform",
+        adapter_rows_only=False,
         seed=0,
     )
 

@@ -66,7 +66,7 @@ def find_peer(case: "Case") -> Peer | None:
     """The row measured for the very same shape, rank, adapters, tokens, base share and draw."""
     if (case.popularity, case.expert_popularity, case.shared_a) != ("uniform", "uniform", False):
         return None
-    if case.slots != case.adapters:
+    if case.slots != case.adapters or case.adapter_rows_only:
         return None
     key = (case.shape, case.ranks, case.adapters, case.tokens, case.base_share)
     for peer in load_peers():

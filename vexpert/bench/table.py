@@ -44,6 +44,11 @@ def _peer(name: str) -> Callable[[Row], str]:
     return lambda row: _number(getattr(row.peer, name)) if row.peer else ""
 
 
+def _base_share(row: Row) -> str:
+    share = f"{row.case.base_share:.0%}"
+    return f"-{share}" if row.case.adapter_rows_only else share
+
+
 def _draw(row: Row) -> str:
     case = row.case
     experts = "" if case.expert_popularity == "uniform" else f"/{case.expert_popularity}"
@@ -56,7 +61,7 @@ WHAT = (
     Column("slots", 5, lambda row: str(row.case.slots)),
     Column("adapters", 8, lambda row: str(row.case.adapters)),
     Column("tokens", 6, lambda row: str(row.case.tokens)),
-    Column("base", 4, lambda row: f"{row.case.base_share:.0%}"),
+    Column("base", 4, _base_share),
     Column("draw", 10, _draw),
 )
 TIMES = (
@@ -121,3 +126,9 @@ def verdict_line(counts: dict[str, int]) -> str:
             f"added less than vLLM and SGLang in {counts['below_peers']} of {counts['peers']}"
         )
     return "; ".join(parts)
+
+
+def claim_line(claim: dict[str, object]) -> str:
+    """One outcome of `check_claims`."""
+    word = "holds" if claim["holds"] else "MISSED"
+    return f"{claim['claim']}: {claim['ratio']} times, at most {claim['bound']}: {word}"

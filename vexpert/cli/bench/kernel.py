@@ -14,7 +14,7 @@ from vexpert.errors import ConfigError
 if TYPE_CHECKING:
     import torch
 
-    from vexpert.bench.cases import Case
+    from vexpert.bench.cases import Case, Grid
     from vexpert.bench.measure import Bench, Row
 
 
@@ -41,7 +41,7 @@ def _add_cases(group: Any) -> None:
     group.add_argument(
         "--preset",
         metavar="NAME",
-        help="full, goals, shapes or small; default: full on a GPU, small on a CPU. "
+        help="full, goals, claims, shapes or small; default: full on a GPU, small on a CPU. "
         "The options below replace its lists",
     )
     group.add_argument(
@@ -144,27 +144,39 @@ def _bench(args: argparse.Namespace, device: "torch.device") -> "Bench":
 
 def choose_cases(args: argparse.Namespace, is_gpu: bool) -> "list[Case]":
     """The cases that the options describe. Raises ConfigError."""
-    from vexpert.bench.cases import GOALS, GRIDS, PRESETS, goal_cases, with_draws
-    from vexpert.bench.shapes import find_shape
+    from vexpert.bench.cases import GRIDS, goal_cases, with_draws
+    from vexpert.bench.claims import claim_cases
 
     names = ("shapes", "ranks", "adapters", "tokens", "base_shares", "popularities", "slots")
     given = {name: getattr(args, name) for name in names if getattr(args, name) is not None}
     preset = args.preset or ("full" if is_gpu else "small")
-    if preset not in PRESETS:
-        raise ConfigError(f"preset={preset!r}: unknown; use one of {', '.join(PRESETS)}")
-    if preset == GOALS and given:
-        raise ConfigError(f"preset={GOALS!r} has its own rows; leave out {', '.join(given)}")
+    fixed_rows = {"goals": goal_cases, "claims": claim_cases}
+    if preset in fixed_rows:
+        if given:
+            raise ConfigError(f"preset={preset!r} has its own rows; leave out {', '.join(given)}")
+        cases = fixed_rows[preset]()
+    elif preset in GRIDS:
+        cases = _grid_cases(GRIDS[preset], given)
+    else:
+        known = ", ".join((*GRIDS, *fixed_rows))
+        raise ConfigError(f"preset={preset!r}: unknown; use one of {known}")
+    more = {"expert_popularity": args.expert_popularity or "uniform", "shared_a": args.shared_a}
+    cases = [dataclasses.replace(case, **more) for case in cases]
+    return with_draws(cases, args.seed, args.draws)
+
+
+def _grid_cases(grid: "Grid", given: dict[str, Any]) -> "list[Case]":
+    from vexpert.bench.shapes import find_shape
+
     lists: dict[str, Any] = {
-        name: tuple(v) if isinstance(v, list) else v for name, v in given.items()
+        name: tuple(value) if isinstance(value, list) else value for name, value in given.items()
     }
     for shape in lists.get("shapes", ()):
         find_shape(shape)
-    cases = goal_cases() if preset == GOALS else dataclasses.replace(GRIDS[preset], **lists).cases()
+    cases = dataclasses.replace(grid, **lists).cases()
     if not cases:
         raise ConfigError("no case: every combination has more adapters than tokens")
-    fixed = {"expert_popularity": args.expert_popularity or "uniform", "shared_a": args.shared_a}
-    cases = [dataclasses.replace(case, **fixed) for case in cases]
-    return with_draws(cases, args.seed, args.draws)
+    return cases
 
 
 def report(
@@ -175,9 +187,10 @@ def report(
     csv_path: str | None = None,
 ) -> int:
     """Print a line per row, the verdict and one JSON line; the exit code."""
+    from vexpert.bench.claims import check_claims, make_claims
     from vexpert.bench.contenders import CLASSIC
     from vexpert.bench.peers import SHAPE
-    from vexpert.bench.table import columns, heading, line, verdict, verdict_line
+    from vexpert.bench.table import claim_line, columns, heading, line, verdict, verdict_line
 
     shown = columns(CLASSIC in bench.contenders, any(case.shape == SHAPE for case in cases))
     print(heading(shown), flush=True)
@@ -187,11 +200,11 @@ def report(
         print(line(row, shown), flush=True)
         if json_path:
             Path(json_path).write_text(json.dumps(_result(facts, rows)) + "\n")
-    counts = verdict(rows)
-    print(verdict_line(counts))
+    counts, claims = verdict(rows), check_claims(make_claims(), rows)
+    print("\n".join([verdict_line(counts), *map(claim_line, claims)]))
     if csv_path:
         _write_csv(Path(csv_path), rows)
-    print(json.dumps(_result(facts, rows) | counts))
+    print(json.dumps(_result(facts, rows) | counts | {"claims": claims}))
     return 1 if counts["failed"] else 0
 
 
