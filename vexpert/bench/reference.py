@@ -12,8 +12,9 @@ from vexpert.ops.types import LoraSite, SiteTable
 CHUNK_BYTES = 1 << 29  # of gathered factors
 
 # Largest error of a token, ||out - reference|| / ||reference||. Half dtypes round some five times
-# on the way: 2^-9 (bfloat16) or 2^-12 (float16) of each value. One wrong pair of 8 is some 0.3.
-BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 2e-2}
+# on the way, 2^-9 (bfloat16) or 2^-12 (float16) of each value: 1.2e-2 and 2e-3 at most were seen
+# with the torch backend. One wrong pair of 8 is some 0.3.
+BOUNDS = {torch.float32: 1e-4, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 
 
 def reference(layer: BenchLayer, draw: Draw, with_lora: bool) -> torch.Tensor:
@@ -107,6 +108,8 @@ def _add_slice(
 
 def _gather(arena: torch.Tensor, start: torch.Tensor, rank: int, width: int) -> torch.Tensor:
     """Factors [n, rank, width] float32 that begin at elements `start` [n]."""
+    low, high = int(start.min()), int(start.max()) + rank * width
+    part = arena[low:high]
     steps = torch.arange(rank, device=start.device) * width
-    windows = arena.as_strided((arena.numel() - width + 1, width), (1, 1))
-    return windows[start[:, None] + steps].float()
+    windows = part.as_strided((part.numel() - width + 1, width), (1, 1))
+    return windows[(start - low)[:, None] + steps].float()
