@@ -38,6 +38,7 @@ class LoraBackend(Protocol):
     """One implementation. Rows: P; a Routing or Arrangement goes back to the backend it is from."""
 
     name: str
+    can_fuse: bool  # whether it has whole layers of routed experts as one operation
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
