@@ -44,14 +44,15 @@ def read_tensors(folder: Path) -> Tensors:
             f"{folder} has no {SAFETENSORS}, {INDEX} or {PICKLE}: the weights are missing; copy "
             "them beside adapter_config.json"
         )
-    _check(folder, tensors)
+    check_tensors(str(folder), tensors)
     return tensors
 
 
-def _check(folder: Path, tensors: Tensors) -> None:
+def check_tensors(source: str, tensors: Tensors) -> None:
+    """AdapterError for what no tensor of an adapter is: empty, or of a dtype that is not read."""
     if not tensors:
         raise AdapterError(
-            f"{folder}: the weights file holds no tensor: nothing would be applied; save the "
+            f"{source}: the weights file holds no tensor: nothing would be applied; save the "
             "adapter again (sharded training must gather the weights first)"
         )
     for key, tensor in tensors.items():

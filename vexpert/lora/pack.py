@@ -4,7 +4,7 @@ Formula: slice i of a site adds `scale * B_i @ A_i @ x`. A is stored as [E or 1,
 rows of all distinct A of the site; B as its transpose [E or 1, r, size] with the scale inside.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from math import lcm
 
@@ -31,6 +31,8 @@ from vexpert.lora.types import (
 from vexpert.ops.types import LoraSite
 
 MAX_START_ALIGNMENT = 1 << 18  # elements: at most 1 MiB of padding for an adapter of many MiB
+
+Allocate = Callable[[int], torch.Tensor]  # elements -> a host buffer of that size
 
 
 def align_up(size: int, alignment: int) -> int:
@@ -158,11 +160,14 @@ class _Plan:
         return bases, position
 
     def finish(
-        self, targets: TargetMap, pin_memory: bool, extras: Mapping[int, SiteExtra]
+        self, targets: TargetMap, extras: Mapping[int, SiteExtra], allocate: Allocate
     ) -> PackedAdapter:
         bases, total = self.bases()
         tail, end = plan_extras(extras, total, self.dtype)
-        buffer = torch.zeros(end, dtype=self.dtype, pin_memory=pin_memory)
+        buffer = allocate(end)
+        assert buffer.shape == (end,), (buffer.shape, end)
+        assert buffer.dtype == self.dtype, buffer.dtype
+        buffer.zero_()
         for start, region in [(0, self.a), *((bases[size], r) for size, r in self.b.items())]:
             for piece in region.pieces:
                 piece.write(buffer[start:])
@@ -280,15 +285,22 @@ def pack(
     dtype: torch.dtype,
     pin_memory: bool = False,
     extras: Mapping[int, SiteExtra] | None = None,
+    allocate: Allocate | None = None,
 ) -> PackedAdapter:
     """Lay out `weights` for the arena of a model with `targets`; every tensor starts at 16 bytes.
 
-    `extras` by site index, as `build_extras` made them of the same weights.
+    `extras` by site index, as `build_extras` made them of the same weights. `allocate` gives the
+    buffer [N] in `dtype`, whose contents do not matter; without it the buffer is new memory, pinned
+    if `pin_memory`.
 
     Raises AdapterError when a value does not fit `dtype`. Shapes are the reader's duty: asserted.
     """
     assert extras or not weights.extras, f"nothing applies {sorted(weights.extras)}"
-    return _plan(weights, targets, dtype).finish(targets, pin_memory, extras or {})
+
+    def new(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=pin_memory)
+
+    return _plan(weights, targets, dtype).finish(targets, extras or {}, allocate or new)
 
 
 def start_alignment(targets: TargetMap, device: torch.device, dtype: torch.dtype) -> int:
