@@ -35,6 +35,8 @@ def load_model_tokenizer(config: EngineConfig) -> Any:
 def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
     """The adapter manager of `model`; allocates the arena of the slots."""
     if not config.enable_lora:
+        if config.lora_dir is not None:
+            raise ConfigError("lora_dir is given with enable_lora=False; leave one of them out")
         return NoAdapters()
     from vexpert.lora.build_extras import SUPPORTED
     from vexpert.lora.manager import AdapterManager
@@ -42,12 +44,15 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
 
     info, weight = model.info, model.parameter
     reader = functools.partial(read_adapter, supported=SUPPORTED, base_weight=weight)
-    manager: AdapterSource = AdapterManager(
+    manager = AdapterManager(
         *(model.targets, model.lora, config, info.device, info.dtype, reader),
         reserved=_base_names(config, info),
         base_weight=weight,
     )
-    return manager
+    if config.lora_dir is not None:
+        manager.watch(config.lora_dir, config.lora_dir_interval)
+    source: AdapterSource = manager
+    return source
 
 
 def _base_names(config: EngineConfig, info: ModelInfo) -> frozenset[str]:

@@ -35,6 +35,7 @@ from vexpert.lora.types import (
     TierUsage,
     Wait,
 )
+from vexpert.lora.watcher import Watcher, watch
 
 logger = get_logger(__name__)
 
@@ -89,6 +90,7 @@ class AdapterManager:
         self._deadlines: set[Version] = set()  # retired, with requests and a time to end them
         self._ended: dict[AdapterRef, str] = {}  # whose requests cannot go on, and why
         self._next_version = itertools.count(1)
+        self._watcher: Watcher | None = None
 
     @property
     def num_slots(self) -> int:
@@ -202,6 +204,10 @@ class AdapterManager:
                 errors=host.errors,
                 evictions=device.evictions,
             )
+
+    def watch(self, folder: str, interval: float) -> None:
+        """Serve every adapter in `folder`, looked at each `interval` seconds. ConfigError."""
+        self._watcher = watch(self, folder, interval)
 
     # ---- requests: any thread
 
