@@ -289,3 +289,73 @@ def test_pinned_adapters_stay(tmp_path: Path) -> None:
         manager.load("f", folder(tmp_path, "f", 7))
     manager.drop(ref)
     manager.check_integrity()
+
+
+def test_host_memory_is_bounded_and_what_waits_is_not_dropped(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("vexpert.lora.host_tier.RECHECK", 0.01)
+    size = adapter_bytes()
+    manager = make(max_loras=1, lora_host_memory=2 * size)
+    refs = register(manager, tmp_path, "abcd")
+    for ref in refs.values():
+        manager.hold(ref)  # four wait, two fit
+    waiting = dict(refs)
+    deadline = time.monotonic() + 10
+    while waiting:
+        assert time.monotonic() < deadline, f"{list(waiting)} never came"
+        manager.advance()
+        for name, ref in list(waiting.items()):
+            slot = manager.acquire(ref)
+            assert manager.usage().host_used <= 2 * size
+            manager.check_integrity()
+            if isinstance(slot, int):
+                assert_slot_is(manager, slot, "abcd".index(name))
+                finish(manager, waiting.pop(name))
+    assert sorted(reads(manager)) == list("abcd")  # nothing was dropped while it waited
+    with pytest.raises(AdapterError, match=r"bytes of host memory.*lora_host_memory"):
+        make(lora_host_memory=size - 1).load("a", tmp_path / "a")
+
+
+def test_tensors_from_memory_are_served_and_never_dropped(tmp_path: Path) -> None:
+    size = adapter_bytes()
+    manager = make(max_loras=1, lora_host_memory=2 * size)
+    info = manager.load("m", tensors={"x": torch.ones(1)}, config={"seed": 5})
+    assert (info.path, info.state) == ("from memory", "host")
+    register(manager, tmp_path, "abc")
+    for name in "abc":
+        ref, _ = start(manager, name)
+        finish(manager, ref)
+    ref, slot = start(manager, "m")
+    assert_slot_is(manager, slot, 5)
+    new = manager.load("m", tensors={"x": torch.ones(1)}, config={"seed": 6}, load_inplace=True)
+    assert new.version > ref.version
+    finish(manager, ref)
+    assert_slot_is(manager, start(manager, "m")[1], 6)
+    for arguments in ({"tensors": 5}, {"config": {}}, {"tensors": {}, "config": 3}):
+        with pytest.raises(AdapterError, match=r"give a dict|give the fields"):
+            manager.load("n", **arguments)  # type: ignore[arg-type]
+    with pytest.raises(AdapterError, match="not both"):
+        manager.load("n", tmp_path, tensors={}, config={})
+    manager.check_integrity()
+
+
+def test_prefetch_brings_what_will_be_asked_for_and_evicts_nothing_wanted(tmp_path: Path) -> None:
+    manager = make(max_loras=2)
+    refs = register(manager, tmp_path, "abc")
+    held, _ = start(manager, "a")
+    for name in "bc":
+        manager.hold(refs[name])
+    wait_until(lambda: [info.state for info in manager.list()] == ["device", "host", "host"])
+    manager.prefetch([refs["b"], refs["c"]])
+    assert manager.slot_of(refs["b"]) is not None  # no request asked for it yet
+    manager.prefetch([refs["c"]])
+    assert manager.slot_of(refs["c"]) is None  # a runs, b is wanted
+    manager.drop(refs["b"])
+    manager.prefetch([refs["c"]])
+    assert manager.slot_of(refs["c"]) is None  # what has just come stays for this step
+    manager.advance()
+    manager.prefetch([refs["c"]])
+    assert manager.slot_of(refs["c"]) is not None
+    finish(manager, held)
+    manager.check_integrity()
