@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections import Counter
 from typing import Any
 
 import torch
@@ -241,11 +242,14 @@ class Engine:
     def stats(self) -> EngineStats:
         """One look at queues, blocks and counters."""
         scheduler = self.scheduler
+        running, waiting = _by_adapter(scheduler.running), _by_adapter(scheduler.waiting)
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            running_adapters=_adapter_names(scheduler.running),
-            waiting_adapters=_adapter_names(scheduler.waiting),
+            running_adapters=tuple(sorted(running)),
+            waiting_adapters=tuple(sorted(waiting)),
+            running_by_adapter=running,
+            waiting_by_adapter=waiting,
             max_loras=self._adapters.num_slots,
             adapters=self._adapters.usage(),
             kv_blocks_total=scheduler.pool.num_blocks,
@@ -268,5 +272,5 @@ class Engine:
             assert self.scheduler.pool.num_used == 0, "blocks in use without a request"
 
 
-def _adapter_names(sequences: list[Sequence]) -> tuple[str, ...]:
-    return tuple(sorted({s.adapter.name for s in sequences if s.adapter is not None}))
+def _by_adapter(sequences: list[Sequence]) -> dict[str, int]:
+    return Counter(s.adapter.name for s in sequences if s.adapter is not None)

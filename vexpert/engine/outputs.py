@@ -67,3 +67,5 @@ class EngineStats:
     preemptions: int
     steps: int
     adapters: TierUsage = field(default_factory=TierUsage)
+    running_by_adapter: dict[str, int] = field(default_factory=dict)  # completions by name
+    waiting_by_adapter: dict[str, int] = field(default_factory=dict)

@@ -195,12 +195,13 @@ class SlotPool:
         allocator = self.arena.allocator
         allocator.check_integrity()
         blocks = dict(allocator.blocks)
+        empty: list[int] = []
         for slot, resident in enumerate(self._residents):
             if resident is not None:
                 taken = blocks.pop(resident.start, None)
                 assert taken == allocator.rounded(resident.size), f"slot {slot} has block {taken}"
             if resident is None or not resident.is_published:
-                self._tables.check_slot(slot, (), 0)
+                empty.append(slot)
                 assert slot not in self.extras, f"extras of the empty slot {slot}"
                 continue
             for entry in resident.entries:
@@ -210,6 +211,7 @@ class SlotPool:
             self._tables.check_slot(slot, resident.entries, resident.start)
             self._check_extras(slot, resident)
         assert not blocks, f"blocks of no slot: {blocks}"
+        self._tables.check_empty(empty)
 
     def _check_extras(self, slot: int, resident: Resident) -> None:
         """Assert that the extras of `slot` are exactly the tensors inside its block."""
