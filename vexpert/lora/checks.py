@@ -1,13 +1,17 @@
 """Checks of whole tensors at memory speed: finite, zero, equal."""
 
+import functools
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from vexpert.errors import AdapterError
+from vexpert.lora.parallel import run_all
 
 _CHUNK = 1 << 18  # elements; a chunk and its copy stay in the cache
+_PART = 1 << 22  # elements that one thread takes at a time
 
 # dtype -> (torch integer of the same width, numpy unsigned, bits of +Inf)
 _BITS: dict[torch.dtype, tuple[torch.dtype, Any, int]] = {
@@ -29,6 +33,35 @@ def largest_bits(x: torch.Tensor) -> int:
     return largest >> 1
 
 
+def all_finite(tensors: Iterable[torch.Tensor]) -> bool:
+    """Whether no tensor holds NaN or Inf: storages as a whole, so False may also mean: look closer.
+
+    Thousands of small tensors of one file are one check of its bytes, on several threads.
+    """
+    spans: dict[tuple[int, torch.dtype], list[int]] = {}  # storage, dtype -> first, end element
+    owners: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    for x in tensors:
+        if not x.is_contiguous() or x.dtype not in _BITS:
+            return False
+        key = (x.untyped_storage().data_ptr(), x.dtype)
+        owners[key] = x
+        start = int(x.storage_offset())
+        span = spans.setdefault(key, [start, start])
+        span[0], span[1] = min(span[0], start), max(span[1], start + x.numel())
+    found: list[bool] = []
+
+    def check(part: torch.Tensor) -> None:
+        found.append(largest_bits(part) >= _BITS[part.dtype][2])
+
+    tasks = []
+    for key, (start, end) in spans.items():
+        whole = owners[key].as_strided((end - start,), (1,), start)
+        starts = range(0, end - start, _PART)
+        tasks += [functools.partial(check, whole[at : at + _PART]) for at in starts]
+    run_all(tasks)
+    return not any(found)
+
+
 def require_finite(name: str, x: torch.Tensor) -> None:
     """AdapterError when x holds NaN or Inf."""
     if x.numel() and largest_bits(x) >= _BITS[x.dtype][2]:
@@ -41,7 +74,8 @@ def require_finite(name: str, x: torch.Tensor) -> None:
 
 def is_zero(x: torch.Tensor) -> bool:
     """True when every element is +0 or -0."""
-    return largest_bits(x) == 0
+    first = x[(0,) * (x.ndim - 1)]  # of nearly every tensor, enough to tell that it is not
+    return not bool(first.any()) and largest_bits(x) == 0
 
 
 def same_values(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -8,6 +8,7 @@ import torch
 
 from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import AdapterConfig, check_layout, parse_config, read_config
+from vexpert.lora.checks import all_finite
 from vexpert.lora.extras import NOTHING, require_supported
 from vexpert.lora.files import Tensors, read_tensors
 from vexpert.lora.formats import fused, per_expert
@@ -75,7 +76,8 @@ def _read(
 ) -> AdapterWeights:
     config, tensors = _open(source)
     _check_base_class(config, targets)
-    context = Context(config, _layout(config, layout), max_rank, list(config.warnings))
+    context = Context(config, _layout(config, layout), max_rank, all_finite(tensors.values()))
+    context.warnings += config.warnings
     placed = place(tensors, targets)
     reading = _Reading(targets, context)
     reading.read(placed)

@@ -1,6 +1,7 @@
 """LoRA's nouns: targets of a model, factors of an adapter, the batch's view."""
 
 import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -77,6 +78,35 @@ class Factors:
     @property
     def rank(self) -> int:
         return self.a.shape[1]
+
+
+class PerExpertFactors(Factors):
+    """The same where a file has one pair for each expert: not stacked before anybody asks.
+
+    a_parts: E of [r, in]; b_parts: E of [out, r].
+    """
+
+    def __init__(
+        self, a_parts: tuple[torch.Tensor, ...], b_parts: tuple[torch.Tensor, ...], scale: float
+    ) -> None:
+        fields = {"a_parts": a_parts, "b_parts": b_parts, "scale": scale}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    a_parts: tuple[torch.Tensor, ...]
+    b_parts: tuple[torch.Tensor, ...]
+
+    @functools.cached_property
+    def a(self) -> torch.Tensor:
+        return torch.stack(self.a_parts)
+
+    @functools.cached_property
+    def b(self) -> torch.Tensor:
+        return torch.stack(self.b_parts)
+
+    @property
+    def rank(self) -> int:
+        return self.a_parts[0].shape[0]
 
 
 @dataclass(frozen=True)

@@ -19,6 +19,7 @@ class Context:
     config: AdapterConfig
     layout: str | None  # order of a fused lora_B's columns, if anything says it
     max_rank: int | None
+    is_finite: bool = False  # the whole file was checked: no tensor holds NaN or Inf
     warnings: list[str] = field(default_factory=list)
     formats: list[str] = field(default_factory=list)
     pairs: int = 0
@@ -42,15 +43,23 @@ class Context:
 
         `bs` are the parts of one B (the halves of gate and up).
         """
-        rank = a.shape[1]
+        self.check_rank(name, a.shape[1])
+        if not self.is_finite:
+            require_finite(f"{name}.lora_A", a)
+            for b in bs:
+                require_finite(f"{name}.lora_B", b)
+        self.count_pair(name, bs)
+
+    def check_rank(self, name: str, rank: int) -> None:
+        """Refuse too large a rank."""
         if self.max_rank is not None and rank > self.max_rank:
             raise AdapterError(
                 f"{name} has rank {rank}, above the largest accepted, {self.max_rank}; start with "
                 f"max_lora_rank={rank} (--max-lora-rank {rank})"
             )
-        require_finite(f"{name}.lora_A", a)
-        for b in bs:
-            require_finite(f"{name}.lora_B", b)
+
+    def count_pair(self, name: str, bs: Sequence[torch.Tensor]) -> None:
+        """Count a pair and note a zero B, whose parts are `bs`."""
         self.pairs += 1
         if all(is_zero(b) for b in bs):
             self.zero.append(name)
