@@ -18,7 +18,7 @@ from vexpert.config import EngineConfig, allocating, shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_version import Version, check_name
-from vexpert.lora.budget import arena_bytes, host_bytes, slot_count
+from vexpert.lora.budget import arena_bytes, host_bytes, slab_bytes, slot_count
 from vexpert.lora.device_tier import DeviceTier
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.host_memory import HostMemory
@@ -67,7 +67,7 @@ class AdapterManager:
             f"an arena of {size} bytes with {slots} slots", "lower lora_memory or max_loras"
         ):
             self.pool = SlotPool(targets, slots, size, device, dtype)
-            memory = HostMemory(pinned=device.type == "cuda")
+            memory = HostMemory(device.type == "cuda", slab_bytes(targets, config, device, dtype))
             memory.reserve()
         state.tables = self.pool.tables
         state.installed = self.pool.extras
@@ -81,7 +81,7 @@ class AdapterManager:
             self._check_size,
             self._settle,
         )
-        self._device = DeviceTier(self.pool, device, self._settle)
+        self._device = DeviceTier(self.pool, device, self._settle, self._host.ensure)
         self._virtual_experts = config.lora_use_virtual_experts
         self._reserved = reserved
         self._current: dict[str, Version] = {}
