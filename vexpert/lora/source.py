@@ -11,7 +11,7 @@ from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import check_regular
 from vexpert.lora.build_extras import build_extras
 from vexpert.lora.formats.full import BaseWeight
-from vexpert.lora.memory_source import AdapterTensors
+from vexpert.lora.memory_source import AdapterTensors, adapter_tensors
 from vexpert.lora.pack import Allocate, PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
 
@@ -71,6 +71,15 @@ def check_path(path: Any) -> Path:
     if not isinstance(path, str | Path) or "\0" in str(path):
         raise AdapterError(f"adapter path {shown(path)}: give the path of a folder, as a string")
     return Path(path)
+
+
+def make_source(path: Any, tensors: Any, config: Any, layout: str | None) -> Source:
+    """The source that a caller means: a folder, or tensors with their config. AdapterError."""
+    if tensors is None and config is None:
+        return Source(check_path(path), layout)
+    if path is not None:
+        raise AdapterError("give a path, or tensors with their config, not both")
+    return Source(adapter_tensors(tensors, config), layout)
 
 
 def observe(path: Path) -> Fingerprint:
