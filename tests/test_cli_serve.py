@@ -129,7 +129,7 @@ def test_bad_lora_modules_end_the_boot_before_the_model_loads(
     told: str,
 ) -> None:
     monkeypatch.setattr(serve, "build_engine", lambda *_: pytest.fail("the model is loaded"))
-    monkeypatch.setattr(serve, "_set_up_logging", lambda level: None)
+    monkeypatch.setattr(serve, "_set_up_logging", lambda level, form: None)
     assert main(["serve", model, "--port", "0", "--lora-modules", *words]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {told}")

@@ -15,6 +15,7 @@ from vexpert.server.options import ServerOptions
 pytest_plugins = ["helpers_server_fixtures"]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 MINIMAL: dict[str, dict[str, Any]] = {
     CHAT: {"model": BASE, "messages": [{"role": "user", "content": "hello"}]},
     TEXT: {"model": BASE, "prompt": "hello"},
@@ -75,6 +76,11 @@ SHARED: dict[str, Rule] = {
     ),
     "min_tokens": Honoured(7, lambda p: p.min_tokens == 7),
     "skip_special_tokens": Honoured(False, lambda p: p.skip_special_tokens is False),
+    "structured_outputs": Honoured({"regex": "a+"}, lambda p: p.constraint.regex == "a+"),
+    "guided_json": Honoured({"type": "string"}, lambda p: p.constraint.kind == "json"),
+    "guided_regex": Honoured("a+", lambda p: p.constraint.regex == "a+"),
+    "guided_choice": Honoured(["a", "b"], lambda p: p.constraint.choice == ["a", "b"]),
+    "guided_grammar": Honoured('root ::= "a"', lambda p: p.constraint.kind == "grammar"),
 }
 CHAT_RULES: dict[str, Rule] = SHARED | {
     "messages": Honoured(
@@ -99,17 +105,17 @@ CHAT_RULES: dict[str, Rule] = SHARED | {
     "metadata": Neutral({"a": "b"}),
     "safety_identifier": Neutral("x"),
     "prompt_cache_key": Neutral("x"),
-    "parallel_tool_calls": Neutral(True),
+    "parallel_tool_calls": Neutral(True),  # what it does with tools: test_server_tools.py
     "modalities": Neutral(["text"], (["text", "audio"],)),
     "prompt_cache_retention": Neutral("in_memory", ("24h",)),
     "reasoning_effort": Neutral("none", ("low", "high")),
-    "response_format": Neutral(
-        {"type": "text"}, ({"type": "json_object"}, {"type": "json_schema", "json_schema": {}})
-    ),
+    "response_format": Honoured({"type": "json_object"}, lambda p: p.constraint.json_object),
     "service_tier": Neutral("auto", ("flex",)),
     "store": Neutral(False, (True,)),
-    "tool_choice": Neutral("none", ("required",)),
-    "tools": Neutral([], ([{"type": "function", "function": {"name": "f"}}],)),
+    "tool_choice": Honoured(
+        "required", lambda p: p.constraint.kind == "structural_tag", beside=(("tools", TOOLS),)
+    ),
+    "tools": Honoured(TOOLS, in_answer=lambda a: a["usage"]["prompt_tokens"] > 50),
     "functions": Neutral([], ([{"name": "f"}],)),
     "function_call": Neutral("none", ("auto", {"name": "f"})),
     "verbosity": Neutral("medium", ("low",)),
@@ -164,7 +170,8 @@ def assert_refused(server: RunningServer, path: str, name: str, value: Any) -> N
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    with serving(make_fake_engine()) as running:
+    options = ServerOptions((BASE,), tool_call_parser="hermes", status_interval=None)
+    with serving(make_fake_engine(), options) as running:
         yield running
 
 

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -25,8 +26,8 @@ from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.scheduler import Chunk, Scheduler
 from vexpert.engine.validation import check_params, check_prompt
-from vexpert.errors import RequestError
-from vexpert.lora.types import AdapterInfo
+from vexpert.errors import AdapterNotFoundError, RequestError
+from vexpert.lora.types import AdapterInfo, AdapterRef
 from vexpert.models.types import ServedModel
 
 STALL_PAUSE = 0.001  # seconds to wait when nothing can run, e.g. until an adapter is copied
@@ -71,6 +72,7 @@ class Engine:
         self._runner = Runner(model, self._adapters, config.block_size)
         self._sampler = Sampler(config.seed)
         eos = model.info.eos_token_ids
+        self._folder_of = lru_cache(maxsize=4096)(self._find_folder)
         self._grammars = Grammars(self.tokenizer, model.info.vocab_size, eos)
         self._completer = Completer(self.tokenizer, eos, self.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -97,7 +99,9 @@ class Engine:
         tokens = check_prompt(prompt_token_ids, vocab_size, self.max_model_len)
         check_params(params, vocab_size)
         wanted = params.constraint
-        matchers = [wanted and self._grammars.matcher(wanted) for _ in range(params.n)]
+        matchers = [
+            None if wanted is None else self._grammars.matcher(wanted) for _ in range(params.n)
+        ]
         ref = None if adapter is None else self._adapters.resolve(adapter)
         request = Request(request_id, prompt, tokens, params, ref)
         request.sequences = [
@@ -117,6 +121,17 @@ class Engine:
         """
         if params.constraint is not None:
             self._grammars.compile(params.constraint)
+
+    def adapter_folder(self, name: str) -> str | None:
+        """Folder of the newest version of an adapter, None if there is none; in any thread."""
+        try:
+            return self._folder_of(self._adapters.resolve(name))
+        except AdapterNotFoundError:
+            return None
+
+    def _find_folder(self, ref: AdapterRef) -> str | None:
+        versions = {(info.name, info.version): info.path for info in self._adapters.list()}
+        return versions.get((ref.name, ref.version))
 
     def _new_sequence(self, request: Request, index: int, matcher: Matcher | None) -> Sequence:
         params, tokens = request.params, request.prompt_token_ids

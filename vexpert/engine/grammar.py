@@ -9,8 +9,9 @@ from typing import Any
 
 import torch
 
-from vexpert.engine.structured_outputs import StructuredOutputs, refusal
+from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
+from vexpert.errors import UnsupportedError
 from vexpert.log import get_logger
 
 logger = get_logger(__name__)
@@ -48,15 +49,18 @@ class Grammars:
 
         Raises RequestError for a constraint that is malformed or that no output can meet.
         """
-        compiler, pieces = self._compiler
+        try:
+            compiler, pieces = self._compiler
+        except UnsupportedError as error:
+            raise wanted.refusal(str(error)) from error
         characters = JSON_CHARACTERS if wanted.kind in ("json", "json_object") else ""
         missing = unwritable(pieces, "".join(wanted.choice or ()) or characters)
         if missing is not None:
-            raise refusal(f"{wanted.kind}: this model's tokenizer cannot write {missing!r}")
+            raise wanted.refusal(f"{wanted.kind}: this model's tokenizer cannot write {missing!r}")
         try:
             return _compile(compiler, wanted)
         except (RuntimeError, ValueError, TypeError) as error:
-            raise refusal(f"{wanted.kind}: {_cause(error)}") from error
+            raise wanted.refusal(f"{wanted.kind}: {_cause(error)}") from error
 
     def matcher(self, wanted: StructuredOutputs) -> Matcher:
         """A matcher at the start of the grammar. Raises what `compile` raises."""
@@ -67,16 +71,16 @@ class Grammars:
         mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
         matcher.fill_next_token_bitmask(mask)
         if not bool(unpack(mask, self._vocab_size).any()):
-            raise refusal(f"{wanted.kind}: no token of this model can begin such an output")
+            raise wanted.refusal(f"{wanted.kind}: no token of this model can begin such an output")
         return Matcher(matcher)
 
     @cached_property
     def _compiler(self) -> tuple[Any, list[bytes]]:
         """The compiler and the bytes of each token."""
         if importlib.util.find_spec("xgrammar") is None:
-            raise refusal("not served here: the package xgrammar is not installed")
+            raise UnsupportedError("not served here: the package xgrammar is not installed")
         if not self._eos_token_ids:
-            raise refusal("this model names no token that ends an output")
+            raise UnsupportedError("this model names no token that ends an output")
         import xgrammar
 
         pieces = token_bytes(self._tokenizer, self._vocab_size)
@@ -139,5 +143,3 @@ def unpack(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
     shifts = torch.arange(BITS, dtype=torch.int32, device=mask.device)
     bits = (mask[:, :, None] >> shifts) & 1
     return bits.flatten(1)[:, :vocab_size].bool()
-
-

@@ -27,7 +27,10 @@ OF_TYPE = {
         "minProperties", "maxProperties",
     },
 }  # fmt: skip
-SIDE_BY_SIDE = ({"pattern", "format"}, {"minLength", "maxLength"})  # of these the first alone counts
+SIDE_BY_SIDE = (
+    {"pattern", "format"},
+    {"minLength", "maxLength"},
+)  # of these the first alone counts
 SINGLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf", "type")
 IS_OF_TYPE: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
@@ -94,6 +97,9 @@ def _fault_without_type(part: dict[str, Any]) -> str | None:
     fits = [kind for kind in ("object", "array") if names and names <= OF_TYPE[kind]]
     if not names or (fits and {"properties", "items", "prefixItems"} & names):
         return _fault_of_object(part)
+    unknown = names - set().union(*OF_TYPE.values())
+    if unknown:
+        return f"{min(unknown)!r} cannot be enforced; leave it out"
     return f"{min(names)!r} without a type that it belongs to cannot be enforced; give the type"
 
 

@@ -14,14 +14,13 @@ MAX_CHARACTERS = 65536  # of a schema, a grammar or all choices together: compil
 MAX_REGEX = 8192  # characters
 
 
-def refusal(message: str) -> RequestError:
-    """The error for a constraint that cannot be served."""
-    return RequestError(f"{PARAM}: {message}", PARAM)
+class _Fault(ValueError):
+    """What is wrong with a constraint."""
 
 
 def _require(condition: bool, message: str) -> None:
     if not condition:
-        raise refusal(message)
+        raise _Fault(message)
 
 
 @dataclass(frozen=True)
@@ -42,10 +41,21 @@ class StructuredOutputs:
     structural_tag: str | dict[str, Any] | None = None
     strict: bool = True
     disable_any_whitespace: bool = False
+    param: str = field(default=PARAM, compare=False)  # the request's field, for messages
     kind: str = field(init=False, default="")  # the one that is set
     text: str = field(init=False, default="", repr=False)  # of it, as the compiler takes it
 
     def __post_init__(self) -> None:
+        try:
+            self._check()
+        except _Fault as fault:
+            raise self.refusal(str(fault)) from fault.__cause__
+
+    def refusal(self, message: str) -> RequestError:
+        """The error for this constraint."""
+        return RequestError(f"{self.param}: {message}", self.param)
+
+    def _check(self) -> None:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         found = " and ".join(given) or "none"
         _require(len(given) == 1, f"set one of {', '.join(KINDS)}; set: {found}")
@@ -79,7 +89,7 @@ def _checked(name: str, text: str, limit: int = MAX_CHARACTERS) -> str:
     try:
         text.encode()
     except UnicodeEncodeError as error:
-        raise refusal(f"{name}: not valid Unicode text: {error.reason}") from error
+        raise _Fault(f"{name}: not valid Unicode text: {error.reason}") from error
     return text
 
 
@@ -90,13 +100,22 @@ def _document_text(name: str, value: Any) -> str:
         try:
             value = json.loads(value)
         except (json.JSONDecodeError, RecursionError) as error:
-            raise refusal(f"{name}: not valid JSON: {error}") from error
+            raise _Fault(f"{name}: not valid JSON: {error}") from error
     _require(isinstance(value, dict), f"{name}={shown(value)}: use a JSON object")
     try:
         text = json.dumps(value, ensure_ascii=False, separators=(",", ":"), allow_nan=False)
     except (TypeError, ValueError, RecursionError) as error:
-        raise refusal(f"{name}: not a JSON document: {error}") from error
+        raise _Fault(f"{name}: not a JSON document: {error}") from error
     return _checked(name, text)
+
+
+def schema_fault(schema: dict[str, Any]) -> str | None:
+    """What is wrong with a JSON schema that is to be enforced, or None."""
+    try:
+        _schema_text(schema, True)
+    except _Fault as fault:
+        return str(fault)
+    return None
 
 
 def _schema_text(value: Any, strict: bool) -> str:

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from vexpert.errors import RequestError
+from vexpert.errors import UnsupportedError
 
 # Characters that every JSON document of some size needs.
 JSON_CHARACTERS = '{}[]":,0123456789'
@@ -11,8 +11,8 @@ JSON_CHARACTERS = '{}[]":,0123456789'
 def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes]:
     """The bytes of each token, [vocab_size]; empty for those that write no text.
 
-    Special tokens write no text: a grammar must never choose one but the end. Raises RequestError
-    for a tokenizer that does not tell its vocabulary.
+    Special tokens write no text: a grammar must never choose one but the end. Raises
+    UnsupportedError for a tokenizer that does not tell its vocabulary.
     """
     from xgrammar import TokenizerInfo
 
@@ -21,8 +21,8 @@ def token_bytes(tokenizer: Any, vocab_size: int) -> list[bytes]:
         known = TokenizerInfo.from_huggingface(tokenizer, vocab_size=vocab_size, stop_token_ids=[0])
         pieces = list(known.decoded_vocab)
     except (AttributeError, TypeError, ValueError, RuntimeError) as error:
-        message = f"structured_outputs: this tokenizer does not tell what its tokens write: {error}"
-        raise RequestError(message, "structured_outputs") from error
+        message = f"this tokenizer does not tell what its tokens write: {error}"
+        raise UnsupportedError(message) from error
     for token in _special_tokens(tokenizer):
         if token < len(pieces):
             pieces[token] = b""

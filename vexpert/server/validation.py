@@ -32,7 +32,9 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 def _is_branch(part: object) -> bool:
     """Whether a piece of a location names a branch of a union, not a field."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+    if not isinstance(part, str):
+        return False
+    return part in ("str", "int", "float", "bool") or "[" in part or part[:1].isupper()
 
 
 def _dotted(path: list[str | int]) -> str:

@@ -15,6 +15,8 @@ router = APIRouter()
 async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> PlainTextResponse:
     """Load an adapter from a folder of this machine; running requests go on meanwhile."""
     service = service_of(request)
+    service.check_may_change_adapters(request)
+    service.check_adapter_path(body.lora_path)
     if body.lora_name in service.base_names:
         message = f"lora_name={body.lora_name!r}: this is the base model's name; choose another"
         raise ApiError(message, 400, "lora_name")
@@ -36,5 +38,6 @@ async def unload_lora_adapter(
     body: UnloadLoraAdapterRequest, request: Request
 ) -> PlainTextResponse:
     """Forget an adapter; requests that use it finish first."""
+    service_of(request).check_may_change_adapters(request)
     await service_of(request).engine.unload_adapter(body.lora_name)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
