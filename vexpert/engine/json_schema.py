@@ -5,6 +5,7 @@ const, enum, anyOf or oneOf, allOf of one, type. A keyword that it would leave a
 that no schema is half enforced.
 """
 
+import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -27,6 +28,10 @@ OF_TYPE = {
         "minProperties", "maxProperties",
     },
 }  # fmt: skip
+# The compiler's own rule for lengths lets raw control characters into a string, which is no JSON.
+PLAIN = r'[^"\\\x00-\x1f]'
+CLASSES = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
+UNESCAPED = re.compile(r'"|\\\\|\\[tnrfvxuc0]|[\x00-\x1f]')  # the compiler writes these as they are
 SIDE_BY_SIDE = (
     {"pattern", "format"},
     {"minLength", "maxLength"},
@@ -129,7 +134,21 @@ def _fault_of_type(part: dict[str, Any]) -> str | None:
     allowed = set[str]().union(*(OF_TYPE[kind] for kind in kinds))
     if all(side & set(part) for side in SIDE_BY_SIDE):
         return "pattern or format beside minLength or maxLength cannot be enforced; use one of them"
-    return _beside(part, "type", allowed) or _fault_of_object(part)
+    lengths = (part.get("minLength", 0), part.get("maxLength", 0))
+    if not all(type(length) is int and length >= 0 for length in lengths):
+        return "minLength and maxLength: use an integer from 0"
+    return _beside(part, "type", allowed) or _fault_of_pattern(part) or _fault_of_object(part)
+
+
+def _fault_of_pattern(part: dict[str, Any]) -> str | None:
+    patterns = part.get("patternProperties", {})
+    names = list(patterns) if isinstance(patterns, dict) else []
+    for pattern in [part.get("pattern", ""), *names]:
+        if not isinstance(pattern, str):
+            return "pattern: use a string"
+        if UNESCAPED.search(CLASSES.sub("", pattern)):
+            return "pattern: a quote, backslash or control character outside [...] is not served"
+    return None
 
 
 def _fault_of_object(part: dict[str, Any]) -> str | None:
@@ -152,6 +171,27 @@ def _fault_of_ref(ref: Any, root: Any) -> str | None:
             return f"$ref: nothing at {ref!r}"
         at = at[name]
     return None
+
+
+def plain_lengths(schema: Any) -> Any:
+    """A copy of a checked schema whose lengths of strings are patterns: the same, and valid JSON.
+
+    Such a string holds no escapes.
+    """
+    if isinstance(schema, list):
+        return [plain_lengths(part) for part in schema]
+    if not isinstance(schema, dict):
+        return schema
+    copy = {
+        name: value if name in ("const", "enum") else plain_lengths(value)
+        for name, value in schema.items()
+    }
+    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
+    if isinstance(schema.get("type"), str | list) and (least or most != ""):
+        copy.pop("maxLength", None)
+        copy.pop("minLength", None)
+        copy["pattern"] = f"^{PLAIN}{{{least},{most}}}$"
+    return copy
 
 
 def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vexpert.config import shown
-from vexpert.engine.json_schema import check_schema
+from vexpert.engine.json_schema import check_schema, plain_lengths
 from vexpert.errors import RequestError
 
 PARAM = "structured_outputs"
@@ -109,20 +109,20 @@ def _document_text(name: str, value: Any) -> str:
     return _checked(name, text)
 
 
-def schema_fault(schema: dict[str, Any]) -> str | None:
-    """What is wrong with a JSON schema that is to be enforced, or None."""
+def enforceable(schema: dict[str, Any], param: str) -> Any:
+    """A JSON schema as it may stand in a structural tag. RequestError if it cannot be enforced."""
     try:
-        _schema_text(schema, True)
+        return json.loads(_schema_text(schema, True))
     except _Fault as fault:
-        return str(fault)
-    return None
+        raise RequestError(f"{param}: {fault}", param) from fault
 
 
 def _schema_text(value: Any, strict: bool) -> str:
     text = _document_text("json", value)
-    fault = check_schema(json.loads(text), strict)
+    schema = json.loads(text)
+    fault = check_schema(schema, strict)
     _require(fault is None, f"json: {fault}")
-    return text
+    return json.dumps(plain_lengths(schema), ensure_ascii=False, separators=(",", ":"))
 
 
 def _choice_grammar(choices: Any) -> str:

@@ -153,11 +153,6 @@ class ToolParser:
         self._after_call = False
         self._expects = "call" if is_open else "words"
 
-    @property
-    def num_calls(self) -> int:
-        """Calls found so far."""
-        return min(self._count, 1) if self._single else self._count
-
     def feed(self, text: str) -> list[Event]:
         """What `text` adds."""
         self._buffer += text
@@ -233,14 +228,7 @@ class ToolParser:
 
     def _read_call(self) -> Iterator[Event]:
         if self._call is None:
-            text = self._buffer.lstrip()
-            if self._format.is_list and self._format.start and text.startswith("["):
-                text = text[1:].lstrip()
-                self._skipped += "["
-            if text and not text.startswith("{"):
-                yield from self._give_up(self._skipped + self._buffer)
-            elif text:
-                self._call, self._buffer = Call(self._count), text
+            yield from self._begin_call()
             return
         text, self._buffer = self._buffer, ""
         if text:
@@ -249,21 +237,33 @@ class ToolParser:
         if self._call.is_complete:
             yield from self._end_call(self._call)
 
+    def _begin_call(self) -> Iterator[Event]:
+        text = self._buffer.lstrip()
+        space = self._buffer[: len(self._buffer) - len(text)]
+        opens_list = self._skipped == self._format.start and self._format.is_list
+        if opens_list and text.startswith("["):
+            self._skipped += f"{space}["
+            self._buffer = text[1:]
+        elif text.startswith("{"):
+            self._skipped += space
+            self._call, self._buffer = Call(self._count), text
+        elif text:
+            yield from self._give_up(self._buffer)
+
     def _end_call(self, call: Call) -> Iterator[Event]:
         self._call = None
         if call.is_started:
             self._count += 1
             self._expects, self._after_call = "end", True
         else:
-            yield from self._give_up(self._skipped + call.text + self._buffer)
+            yield from self._give_up(call.text + self._buffer)
 
     def _give_up(self, text: str) -> Iterator[Event]:
-        """What looked like a call is words, up to the next mark if there is one."""
-        mark = text.find(self._format.start, 1) if self._format.start else -1
-        end = mark if mark > 0 else len(text)
-        self._expects, self._buffer = "words", text[end:]
+        """What led to a call is words, and so is `text` behind it, if it holds no other call."""
+        skipped, self._skipped = self._skipped, ""
+        self._expects, self._buffer = "words", text
         self._spoke = True
-        yield Words(text[:end])
+        yield from self._say(skipped)
 
     def _read_end(self) -> None:
         """What stands between two calls, or after the last one."""

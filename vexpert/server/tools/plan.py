@@ -3,7 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
-from vexpert.engine.structured_outputs import StructuredOutputs, schema_fault
+from vexpert.engine.structured_outputs import StructuredOutputs, enforceable
 from vexpert.errors import RequestError
 from vexpert.server.protocol.chat import ChatCompletionRequest
 from vexpert.server.protocol.tools import Tool
@@ -43,11 +43,8 @@ class ToolPlan:
         functions = []
         for tool in self.tools:
             parameters = tool.function.parameters or {"type": "object", "properties": {}}
-            fault = schema_fault(parameters)
-            if fault is not None:
-                message = f"tools: parameters of {tool.function.name!r}: {fault}"
-                raise RequestError(message, "tools")
-            functions.append({"name": tool.function.name, "parameters": parameters})
+            schema = enforceable(parameters, "tools")
+            functions.append({"name": tool.function.name, "parameters": schema})
         tag = calls_constraint(self.format, functions, self.single)
         return StructuredOutputs(structural_tag=tag, param="tools")
 
