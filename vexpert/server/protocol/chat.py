@@ -9,7 +9,7 @@ from vexpert.errors import RequestError
 from vexpert.server.protocol.fields import Positive, StrictModel, TopCount, only, refusal
 from vexpert.server.protocol.message import OLD_FUNCTIONS, TEXT_ONLY, Message
 from vexpert.server.protocol.sampling import SamplingFields
-from vexpert.server.protocol.tools import ToolChoice, Tools
+from vexpert.server.protocol.tools import ToolChoiceField, Tools
 
 # Arguments of apply_chat_template that are not variables of a template.
 RESERVED = {
@@ -63,7 +63,7 @@ class ChatCompletionRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
     response_format: ResponseFormat | None = None
     tools: Tools | None = None
-    tool_choice: Literal["none", "auto", "required"] | ToolChoice | None = None
+    tool_choice: ToolChoiceField = None
     parallel_tool_calls: bool | None = None
 
     # Labels and hints that change no answer.

@@ -76,6 +76,19 @@ class ToolChoice(StrictModel):
         return self
 
 
+def check_choice(value: Any) -> Any:
+    """One message for the four forms, instead of two findings of pydantic."""
+    modes = ("none", "auto", "required")
+    if isinstance(value, dict) or value in (None, *modes):
+        return value
+    raise refusal(f"use one of {', '.join(modes)}, or an object that names a function")
+
+
+ToolChoiceField = Annotated[
+    ToolChoice | Literal["none", "auto", "required"] | None, BeforeValidator(check_choice)
+]
+
+
 class FunctionCall(StrictModel):
     """A call's function and its arguments, JSON text."""
 
