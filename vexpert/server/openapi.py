@@ -98,6 +98,10 @@ STREAM = (
 )
 
 
+WITHOUT_BODY = ("/health", "/ready", "/ping")
+PLAIN_TEXT = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
+
+
 def describe(app: FastAPI) -> None:
     """Replace `app.openapi` by one that knows this server's answers."""
     derive = app.openapi
@@ -124,6 +128,11 @@ def _describe(path: str, method: str, responses: Json) -> None:
     wanted = list(ERRORS) if method == "post" else ["401", "404", "500", "503"]
     for status in wanted:
         responses[status] = {"description": ERRORS[status], "content": error}
+    if path in WITHOUT_BODY:
+        responses["200"] = {"description": "Yes"}
+    if path in PLAIN_TEXT:
+        text = {"text/plain": {"schema": STRING}}
+        responses["200"] = {"description": "In words", "content": text}
     if path in ANSWERS:
         content: Json = {"application/json": {"schema": ANSWERS[path]}}
         content["text/event-stream"] = {"schema": STRING}

@@ -34,7 +34,8 @@ async def ready(request: Request) -> Response:
     return await health(request)
 
 
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> Response:
     """The same, under the name that SageMaker asks for."""
     return await health(request)
