@@ -213,8 +213,8 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket)
     config, modules, names = resolve_model(config, args.lora_modules, args.served_model_name)
     check_modules(modules, names or (config.model,))
     _print_config(config, args)
-    engine = build_engine(config, modules)
-    app = create_app(engine, _server_options(args, config, names))
+    options = _server_options(args, config, names)  # before the model loads: it may be refused
+    app = create_app(build_engine(config, modules), options)
     service = app.state.service
 
     def ready() -> None:
