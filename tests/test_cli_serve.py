@@ -1,5 +1,6 @@
 """`vexpert serve` as a process: the ready line, signals, and a port in use."""
 
+import argparse
 import json
 import os
 import re
@@ -20,6 +21,7 @@ from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths
 from vexpert.errors import ConfigError, ModelError, RequestError
 from vexpert.server.defaults import sampling_defaults
+from vexpert.server.tools.formats import FORMATS
 
 UPPER = str(adapter_paths()["upper"])
 SCRIPT = Path(__file__).with_name("helpers_serve_process.py")
@@ -122,7 +124,6 @@ def test_options_reach_the_server(start: Start, tmp_path: Path) -> None:
         (["--allowed-adapter-roots", "/no/such"], "/no/such"),
         (["--api-key-file", "/no/such"], "api_key_file"),
         (["--chat-template", "/no/such"], "chat_template"),
-        (["--tool-call-parser", "other"], "invalid choice"),
     ],
 )
 def test_bad_options_end_the_boot(
@@ -133,10 +134,7 @@ def test_bad_options_end_the_boot(
 ) -> None:
     monkeypatch.setattr(serve, "build_engine", lambda *_: pytest.fail("the model is loaded"))
     monkeypatch.setattr(serve, "_set_up_logging", lambda level, form: None)
-    try:
-        assert main(["serve", "--port", "0", *words]) == 2
-    except SystemExit as left:
-        assert left.code == 2
+    assert main(["serve", "--port", "0", *words]) == 2
     assert told in capsys.readouterr().err
 
 
@@ -186,6 +184,13 @@ def test_bad_lora_modules_end_the_boot_before_the_model_loads(
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {told}")
     assert (shown.out, shown.err.count("\n")) == ("", 1)
+
+
+def test_every_tool_format_can_be_chosen() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    [action] = [a for a in parser._actions if a.dest == "tool_call_parser"]
+    assert sorted(action.choices or ()) == sorted(FORMATS)
 
 
 def test_a_bundled_adapter_may_be_given_anew() -> None:

@@ -160,6 +160,24 @@ def test_options_that_contradict_the_grammar_end_the_request_with_the_cause(llm:
     assert not llm.engine.has_unfinished()
 
 
+@pytest.mark.parametrize(
+    ("kind", "seconds", "told"),
+    [
+        ({"grammar": "root ::= root{3}"}, 30, "compiler cannot take it"),
+        ({"json": {"type": "string", "pattern": r"\s*{2,9}{1000}"}}, 0.2, "simplify it"),
+    ],
+)
+def test_what_kills_or_stalls_the_compiler_is_refused(
+    llm: LLM, kind: Any, seconds: float, told: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with monkeypatch.context() as patched:
+        patched.setattr("vexpert.engine.grammar_probe.SECONDS", seconds)
+        with pytest.raises(RequestError, match=told):
+            llm.generate("x", SamplingParams(structured_outputs=kind))
+    again = llm.generate("x", constrained(regex="[ab]c"))  # by a new process
+    assert text_of(again[0]) in ("ac", "bc")
+
+
 class Silent:
     """A tokenizer that tells no vocabulary."""
 

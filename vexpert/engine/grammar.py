@@ -9,6 +9,7 @@ from typing import Any
 
 import torch
 
+from vexpert.engine.grammar_probe import Probe, needs_probe
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
 from vexpert.errors import UnsupportedError
@@ -50,17 +51,22 @@ class Grammars:
         Raises RequestError for a constraint that is malformed or that no output can meet.
         """
         try:
-            compiler, pieces = self._compiler
+            compiler, pieces, probe = self._compiler
         except UnsupportedError as error:
             raise wanted.refusal(str(error)) from error
         characters = JSON_CHARACTERS if wanted.kind in ("json", "json_object") else ""
         missing = unwritable(pieces, "".join(wanted.choice or ()) or characters)
         if missing is not None:
             raise wanted.refusal(f"{wanted.kind}: this model's tokenizer cannot write {missing!r}")
+        if needs_probe(wanted):
+            probe.check(wanted)
         try:
-            return _compile(compiler, wanted)
+            return compile_text(
+                *(compiler, wanted.kind, wanted.text),
+                *(wanted.strict, wanted.disable_any_whitespace),
+            )
         except (RuntimeError, ValueError, TypeError) as error:
-            raise wanted.refusal(f"{wanted.kind}: {_cause(error)}") from error
+            raise wanted.refusal(f"{wanted.kind}: {cause(error)}") from error
 
     def matcher(self, wanted: StructuredOutputs) -> Matcher:
         """A matcher at the start of the grammar. Raises what `compile` raises."""
@@ -75,41 +81,43 @@ class Grammars:
         return Matcher(matcher)
 
     @cached_property
-    def _compiler(self) -> tuple[Any, list[bytes]]:
-        """The compiler and the bytes of each token."""
+    def _compiler(self) -> tuple[Any, list[bytes], Probe]:
+        """The compiler, the bytes of each token, and the process that tries constraints first."""
         if importlib.util.find_spec("xgrammar") is None:
             raise UnsupportedError("not served here: the package xgrammar is not installed")
         if not self._eos_token_ids:
             raise UnsupportedError("this model names no token that ends an output")
-        import xgrammar
-
         pieces = token_bytes(self._tokenizer, self._vocab_size)
-        info = xgrammar.TokenizerInfo(
-            pieces, vocab_size=self._vocab_size, stop_token_ids=list(self._eos_token_ids)
-        )
-        threads = max(1, min(4, (os.cpu_count() or 1) // 2))
-        compiler = xgrammar.GrammarCompiler(
-            info, max_threads=threads, cache_limit_bytes=CACHE_BYTES
-        )
+        compiler = new_compiler(pieces, list(self._eos_token_ids))
         logger.info("structured output: xgrammar %s", importlib.metadata.version("xgrammar"))
-        return compiler, pieces
+        return compiler, pieces, Probe(pieces, self._eos_token_ids)
 
 
-def _compile(compiler: Any, wanted: StructuredOutputs) -> Any:
-    match wanted.kind:
+def new_compiler(pieces: list[bytes], eos_token_ids: list[int]) -> Any:
+    """xgrammar's compiler for the tokens that write `pieces`."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo(pieces, vocab_size=len(pieces), stop_token_ids=eos_token_ids)
+    threads = max(1, min(4, (os.cpu_count() or 1) // 2))
+    return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
+
+
+def compile_text(compiler: Any, kind: str, text: str, strict: bool, is_compact: bool) -> Any:
+    """The compiled grammar of a constraint's text; raises what xgrammar raises."""
+    match kind:
         case "regex":
-            return compiler.compile_regex(wanted.text)
+            return compiler.compile_regex(text)
         case "choice" | "grammar":
-            return compiler.compile_grammar(wanted.text)
+            return compiler.compile_grammar(text)
         case "structural_tag":
-            return compiler.compile_structural_tag(wanted.text)
+            return compiler.compile_structural_tag(text)
     compact = {"any_whitespace": False, "separators": (",", ":")}
     loose = {"any_whitespace": True, "max_whitespace_cnt": MAX_WHITESPACE}
-    spacing = compact if wanted.disable_any_whitespace else loose
-    return compiler.compile_json_schema(wanted.text, strict_mode=wanted.strict, **spacing)
+    spacing = compact if is_compact else loose
+    return compiler.compile_json_schema(text, strict_mode=strict, **spacing)
 
 
-def _cause(error: Exception) -> str:
+def cause(error: Exception) -> str:
     """The compiler's words without the place in its own source."""
     text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error).strip())
     return text.splitlines()[0][:300] if text else type(error).__name__

@@ -35,7 +35,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 T = TypeVar("T")
-COMPILE_SECONDS = 20
+COMPILE_SECONDS = 90  # with the start of the process that tries constraints
 
 
 class AsyncEngine:
