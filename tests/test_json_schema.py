@@ -30,6 +30,7 @@ STRING = {"type": "string"}
         ({"type": "string", "minimum": 3}, "'minimum' beside 'type'"),
         ({"type": "string", "maxLength": 2.5}, "integer from 0"),
         ({"type": "string", "pattern": 'a"'}, "outside [...]"),
+        ({"type": "string", "pattern": r"\ba"}, "is not served"),
         ({"type": "string", "pattern": r"\\"}, "outside [...]"),
         ({"type": "string", "pattern": r"a\tb"}, "outside [...]"),
         ({"type": "object", "patternProperties": {r"\x09": STRING}}, "outside [...]"),

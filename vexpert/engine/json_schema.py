@@ -32,6 +32,8 @@ OF_TYPE = {
 PLAIN = r'[^"\\\x00-\x1f]'
 CLASSES = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
 UNESCAPED = re.compile(r'"|\\\\|\\[tnrfvxuc0]|[\x00-\x1f]')  # the compiler writes these as they are
+ESCAPE = re.compile(r"\\(.)", re.DOTALL)
+KNOWN_ESCAPES = frozenset("dDwWsSnrtfvxu0")  # of letters and digits; others stand for themselves
 SIDE_BY_SIDE = (
     {"pattern", "format"},
     {"minLength", "maxLength"},
@@ -146,6 +148,9 @@ def _fault_of_pattern(part: dict[str, Any]) -> str | None:
     for pattern in [part.get("pattern", ""), *names]:
         if not isinstance(pattern, str):
             return "pattern: use a string"
+        escape = unknown_escape(pattern)
+        if escape is not None:
+            return f"pattern: {escape!r} is not served"
         if UNESCAPED.search(CLASSES.sub("", pattern)):
             return "pattern: a quote, backslash or control character outside [...] is not served"
     return None
@@ -170,6 +175,14 @@ def _fault_of_ref(ref: Any, root: Any) -> str | None:
         if not isinstance(at, dict) or name not in at:
             return f"$ref: nothing at {ref!r}"
         at = at[name]
+    return None
+
+
+def unknown_escape(expression: str) -> str | None:
+    """An escape that the compiler would take for a plain character, as a word border, or None."""
+    for letter in ESCAPE.findall(expression):
+        if letter.isalnum() and letter not in KNOWN_ESCAPES:
+            return f"\\{letter}"
     return None
 
 

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vexpert.config import shown
-from vexpert.engine.json_schema import check_schema, plain_lengths
+from vexpert.engine.json_schema import check_schema, plain_lengths, unknown_escape
 from vexpert.errors import RequestError
 
 PARAM = "structured_outputs"
@@ -78,6 +78,9 @@ class StructuredOutputs:
                 return _choice_grammar(value)
         limit = MAX_REGEX if self.kind == "regex" else MAX_CHARACTERS
         _require(isinstance(value, str) and value != "", f"{self.kind}: use a string, not empty")
+        if self.kind == "regex":
+            escape = unknown_escape(value)
+            _require(escape is None, f"regex: {escape!r} is not served")
         return _checked(self.kind, value, limit)
 
 
