@@ -115,7 +115,7 @@ def test_adapters_have_series_of_their_own_up_to_a_limit() -> None:
 def test_counts_of_thousands_of_adapters_stay_few_and_add_up() -> None:
     recorder = Recorder(labels=AdapterLabels(most=3))
     for index in range(1000):
-        tracker = Tracker(str(index), f"a{index}", 5, False, lambda update: None, arrival=0.0)
+        tracker = Tracker(str(index), f"a{index}", 5, False, lambda update: None, 1, arrival=0.0)
         recorder.added(tracker)
         recorder.stepped(tracker, 2, now=1.5)
         recorder.finished(tracker, ["stop"], now=2.0)
