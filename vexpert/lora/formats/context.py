@@ -7,7 +7,7 @@ import torch
 
 from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import AdapterConfig
-from vexpert.lora.checks import is_zero, require_finite
+from vexpert.lora.checks import require_finite
 from vexpert.lora.keys import Piece
 from vexpert.lora.types import ExpertsTarget, Factors
 
@@ -23,7 +23,10 @@ class Context:
     formats: list[str] = field(default_factory=list)
     pairs: int = 0
     zero: list[str] = field(default_factory=list)  # names of pairs whose B is zero
+    zero_a: list[str] = field(default_factory=list)  # names of pairs whose A is zero
     other_ranks: list[str] = field(default_factory=list)  # rank is not what the config says
+    assumed: list[str] = field(default_factory=list)  # of the order of patterns
+    is_layout_used: bool = False  # some lora_B has a layout that its shape does not tell
 
     def note_format(self, name: str) -> None:
         """Remember that the file holds this format."""
@@ -32,13 +35,27 @@ class Context:
 
     def scale(self, name: str, rank: int) -> float:
         """Scale of the pair that the file calls `name`; `rank` is the one in the file."""
-        stated = self.config.rank(name)
-        if stated is not None and stated != rank:
-            self.other_ranks.append(f"{name}: {rank}, config {stated}")
-        return self.config.scale(name, rank)
+        stated = self.config.patterns.ranks(name)
+        if None not in stated and rank not in stated:
+            wanted = " or ".join(str(r) for r in stated)
+            self.other_ranks.append(f"{name}: {rank}, config {wanted}")
+        return self.config.scale(name, rank, self.assumed)
 
-    def check(self, name: str, a: torch.Tensor, bs: Sequence[torch.Tensor]) -> None:
-        """Refuse a pair with NaN, Inf or too large a rank; count it and note a zero B.
+    def linear_name(self, module: str) -> str:
+        """What patterns match of a Linear, router or embedding that the file calls `module`.
+
+        PEFT wraps those that target_parameters names by parameter, and matches its whole name.
+        """
+        weight = f"{module}.weight"
+        named = any(
+            weight == name or weight.endswith(f".{name}") for name in self.config.target_parameters
+        )
+        return weight if named else module
+
+    def check(
+        self, name: str, a: torch.Tensor, bs: Sequence[torch.Tensor], scale: float
+    ) -> None:
+        """Refuse a pair with NaN, Inf or too large a rank or values; count it, note zeros.
 
         `bs` are the parts of one B (the halves of gate and up).
         """
@@ -48,16 +65,17 @@ class Context:
                 f"{name} has rank {rank}, above the largest accepted, {self.max_rank}; start with "
                 f"max_lora_rank={rank} (--max-lora-rank {rank})"
             )
-        require_finite(f"{name}.lora_A", a)
-        for b in bs:
-            require_finite(f"{name}.lora_B", b)
+        largest_a = require_finite(f"{name}.lora_A", a)
+        largest_b = max(require_finite(f"{name}.lora_B", b, scale) for b in bs)
         self.pairs += 1
-        if all(is_zero(b) for b in bs):
+        if largest_b == 0.0:
             self.zero.append(name)
+        elif largest_a == 0.0:
+            self.zero_a.append(name)
 
     def factors(self, name: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> Factors:
         """Checked factors: a [E or 1, r, in], b [E or 1, out, r]."""
-        self.check(name, a, [b])
+        self.check(name, a, [b], scale)
         return Factors(a, b, scale)
 
 
