@@ -11,7 +11,7 @@ from vexpert.demo import adapter_paths
 from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import read_json
 from vexpert.lora.files import INDEX, PICKLE, SAFETENSORS, read_tensors
-from vexpert.lora.source import AdapterLoader, observe
+from vexpert.lora.source import AdapterLoader, Source, observe
 from vexpert.lora.types import TargetMap
 
 NO_TARGETS = TargetMap("none", "None", {}, ())
@@ -32,9 +32,9 @@ def test_a_pipe_is_refused_unopened(tmp_path: Path, name: str, through_link: boo
     def never(*arguments: object, **options: object) -> None:
         raise AssertionError("read")
 
-    loader = AdapterLoader(never, NO_TARGETS, 8, torch.float32, False)  # type: ignore[arg-type]
+    loader = AdapterLoader(never, NO_TARGETS, 8, torch.float32)  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match=f"{name} is not a regular file"):
-        loader.load(tmp_path, None)
+        loader.load(Source(tmp_path), torch.empty)
     read = read_tensors
     if name == "adapter_config.json":
         read = lambda folder: read_json(folder / name)  # noqa: E731

@@ -32,6 +32,8 @@ class LoraModule:
     name: str
     path: str
     lora_B_layout: str | None = None
+    pinned: bool = False
+    lazy: bool = False  # read when a request first needs it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +63,8 @@ def add_lora_modules(group: Any) -> None:
         default=[],
         type=lora_module,
         metavar="NAME=PATH",
-        help='to load at boot; or JSON: {"name": ..., "path": ..., "lora_B_layout": ...}',
+        help='to load at boot; or JSON: {"name": ..., "path": ..., "lora_B_layout": ..., '
+        '"pinned": true, "lazy": true}',
     )
 
 
@@ -202,7 +205,9 @@ def build_engine(config: EngineConfig, modules: list[LoraModule]) -> "EngineProt
 
     engine: EngineProtocol = Engine(config)
     for module in modules:
-        info = engine.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
+        call = engine.register_adapter if module.lazy else engine.load_adapter
+        options = {"lora_B_layout": module.lora_B_layout, "pinned": module.pinned}
+        info = call(module.name, module.path, **options)
         size = info.host_bytes / 2**20
         logger.info("adapter %s: rank %d, %.2f MiB, %s", info.name, info.rank, size, info.path)
         for warning in info.warnings:

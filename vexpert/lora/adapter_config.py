@@ -130,6 +130,11 @@ class AdapterConfig:
 def read_config(folder: Path) -> AdapterConfig:
     """Read and validate `folder/adapter_config.json`; AdapterError says which field and why."""
     raw = read_json(folder / CONFIG_NAME)
+    return parse_config(raw, None if raw.get("peft_version") else _nemo_version(folder))
+
+
+def parse_config(raw: dict[str, Any], nemo_version: str | None = None) -> AdapterConfig:
+    """Validate the fields of an adapter_config.json; AdapterError says which one and why."""
     _check_type(raw)
     _check_variants(raw)
     warnings: list[str] = []
@@ -159,7 +164,7 @@ def read_config(folder: Path) -> AdapterConfig:
         modules_to_save=_names(raw, "modules_to_save"),
         token_indices=_token_indices(raw.get("trainable_token_indices")),
         layout=_layout(raw.get("lora_B_layout")),
-        version=_version(raw.get("peft_version")) or _nemo_version(folder),
+        version=_version(raw.get("peft_version")) or nemo_version,
         base_class=_base_class(raw),
         unsloth=_is_unsloth(raw),
         fields=frozenset(raw),

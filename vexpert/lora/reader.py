@@ -7,15 +7,17 @@ from pathlib import Path
 import torch
 
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import AdapterConfig, check_layout, read_config
+from vexpert.lora.adapter_config import AdapterConfig, check_layout, parse_config, read_config
+from vexpert.lora.checks import largest_in
 from vexpert.lora.extras import NOTHING, require_supported
-from vexpert.lora.files import read_tensors
+from vexpert.lora.files import Tensors, read_tensors
 from vexpert.lora.formats import fused, per_expert
 from vexpert.lora.formats.context import Context
 from vexpert.lora.formats.full import BaseWeight, FullParameters, read_full
 from vexpert.lora.formats.linear import read_linear
 from vexpert.lora.formats.tokens import read_tokens
 from vexpert.lora.keys import Piece, Slots
+from vexpert.lora.memory_source import AdapterTensors
 from vexpert.lora.placing import Placed, place
 from vexpert.lora.types import (
     AdapterWeights,
@@ -30,7 +32,7 @@ from vexpert.lora.versions import is_pefts_own
 
 
 def read_adapter(
-    path: Path,
+    path: Path | AdapterTensors,
     targets: TargetMap,
     *,
     max_rank: int | None = None,
@@ -40,6 +42,7 @@ def read_adapter(
 ) -> AdapterWeights:
     """The adapter in folder `path` in canonical form, on the host, in memory of its own.
 
+    `path` may be tensors with their config instead, which then may share memory with the result.
     `lora_B_layout`: order of a fused lora_B's columns where the file does not say.
     `supported`: extras (`vexpert.lora.extras.EXTRAS`) that the caller can apply.
     `base_weight`: the base model's parameter by name, to tell unchanged copies in the file from
@@ -48,27 +51,34 @@ def read_adapter(
     AdapterError: anything is missing, broken, not understood, or for another model; nothing is
     ever left out.
     """
-    folder = Path(path)
+    source = path if isinstance(path, AdapterTensors) else Path(path)
     try:
-        return _read(folder, targets, max_rank, lora_B_layout, supported, base_weight)
+        return _read(source, targets, max_rank, lora_B_layout, supported, base_weight)
     except AdapterError as error:
-        raise AdapterError(f"adapter {folder}: {error}") from error
+        raise AdapterError(f"adapter {source}: {error}") from error
+
+
+def _open(source: Path | AdapterTensors) -> tuple[AdapterConfig, Tensors]:
+    if isinstance(source, AdapterTensors):
+        return parse_config(source.config), source.checked()
+    if not source.is_dir():
+        raise AdapterError("no such folder; give a local folder with adapter_config.json")
+    return read_config(source), read_tensors(source)
 
 
 def _read(
-    folder: Path,
+    source: Path | AdapterTensors,
     targets: TargetMap,
     max_rank: int | None,
     layout: str | None,
     supported: frozenset[str],
     base_weight: BaseWeight | None,
 ) -> AdapterWeights:
-    if not folder.is_dir():
-        raise AdapterError("no such folder; give a local folder with adapter_config.json")
-    config = read_config(folder)
+    config, tensors = _open(source)
     _check_base_class(config, targets)
-    context = Context(config, _layout(config, layout), max_rank, list(config.warnings))
-    placed = place(read_tensors(folder), targets)
+    context = Context(config, _layout(config, layout), max_rank, largest_in(tensors.values()))
+    context.warnings += config.warnings
+    placed = place(tensors, targets)
     reading = _Reading(targets, context)
     reading.read(placed)
     _check_layout_used(context, layout)

@@ -11,23 +11,43 @@ from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import check_regular
 from vexpert.lora.build_extras import build_extras
 from vexpert.lora.formats.full import BaseWeight
-from vexpert.lora.pack import PackedAdapter, pack
+from vexpert.lora.memory_source import AdapterTensors
+from vexpert.lora.pack import Allocate, PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
 
 FILE_TYPES = {".json", ".safetensors", ".bin", ".pt"}
 
 
 class AdapterReader(Protocol):
-    """Reads a folder into canonical form, or raises AdapterError."""
+    """Reads a folder, or tensors, into canonical form, or raises AdapterError."""
 
     def __call__(
         self,
-        path: Path,
+        path: Path | AdapterTensors,
         targets: TargetMap,
         *,
         max_rank: int,
         lora_B_layout: str | None = None,
     ) -> AdapterWeights: ...
+
+
+@dataclass(frozen=True)
+class Source:
+    """Where the weights of one version are."""
+
+    place: Path | AdapterTensors
+    lora_b_layout: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+    @property
+    def folder(self) -> Path | None:
+        return self.place if isinstance(self.place, Path) else None
+
+    def observe(self) -> "Fingerprint":
+        """What tells one state of the files from another; empty without files."""
+        return () if self.folder is None else observe(self.folder)
 
 
 Fingerprint = tuple[tuple[str, int, int], ...]  # (name, bytes, mtime in ns) of each file
@@ -88,30 +108,35 @@ class AdapterLoader:
     targets: TargetMap
     max_rank: int
     dtype: torch.dtype
-    pin_memory: bool
     base_weight: BaseWeight | None = None  # needed where the reader lets extras pass
 
     def load(
-        self, path: Path, lora_b_layout: str | None, expected: Fingerprint | None = None
+        self, source: Source, allocate: Allocate, expected: Fingerprint | None = None
     ) -> HostCopy:
-        """Read the files of `path`; AdapterError if they differ from `expected`, when given."""
-        files = observe(path)
+        """Read and pack `source`; AdapterError if its files differ from `expected`, when given.
+
+        `allocate` is called once, when the size is known.
+        """
+        files = source.observe()
         if expected is not None and files != expected:
             raise AdapterError(
-                f"the files of {str(path)!r} changed or vanished since the adapter was loaded; "
+                f"the files of {str(source)!r} changed or vanished since the adapter was loaded; "
                 "load it again with load_inplace to serve what is there now"
             )
         weights = self.reader(
-            path, self.targets, max_rank=self.max_rank, lora_B_layout=lora_b_layout
+            source.place,
+            self.targets,
+            max_rank=self.max_rank,
+            lora_B_layout=source.lora_b_layout,
         )
-        packed = self._pack(weights)
-        if observe(path) != files:
-            raise AdapterError(f"the files of {str(path)!r} changed while read; load it again")
+        packed = self._pack(weights, allocate)
+        if source.observe() != files:
+            raise AdapterError(f"the files of {str(source)!r} changed while read; load it again")
         return HostCopy(packed, files, weights.warnings)
 
-    def _pack(self, weights: AdapterWeights) -> PackedAdapter:
+    def _pack(self, weights: AdapterWeights, allocate: Allocate) -> PackedAdapter:
         extras = {}
         if weights.extras:
             assert self.base_weight is not None, "extras need the base weights"
             extras = build_extras(weights, self.targets, self.base_weight)
-        return pack(weights, self.targets, self.dtype, self.pin_memory, extras)
+        return pack(weights, self.targets, self.dtype, extras=extras, allocate=allocate)

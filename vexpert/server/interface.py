@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 
 class EngineProtocol(Protocol):
-    """An engine. Only `load_adapter`, `unload_adapter` and `adapters` may run beside `step`."""
+    """An engine. What is about adapters may run beside `step`, everything else may not."""
 
     config: "EngineConfig"
     max_model_len: int  # tokens of prompt and output together
@@ -59,12 +59,16 @@ class EngineProtocol(Protocol):
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
 
-    def load_adapter(
-        self, name: str, path: str, *, lora_B_layout: str | None = None, load_inplace: bool = False
-    ) -> "AdapterInfo":
-        """Load an adapter. Raises AdapterError."""
+    def load_adapter(self, name: str, path: str, **options: Any) -> "AdapterInfo":
+        """Load an adapter and wait for it. Raises AdapterError.
 
-    def unload_adapter(self, name: str) -> None:
+        Options: lora_B_layout, load_inplace, pinned.
+        """
+
+    def register_adapter(self, name: str, path: str, **options: Any) -> "AdapterInfo":
+        """The same, to be read when it is first needed."""
+
+    def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
         """Unload an adapter. Raises AdapterNotFoundError."""
 
     def adapters(self) -> "list[AdapterInfo]":
@@ -72,3 +76,6 @@ class EngineProtocol(Protocol):
 
     def stats(self) -> "EngineStats":
         """One look at the engine."""
+
+    def check_integrity(self) -> None:
+        """Assert that everything the engine keeps agrees; between two steps."""

@@ -1,5 +1,6 @@
 """What the readers of all formats share: the config, the options, and checks of factors."""
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 
@@ -7,7 +8,7 @@ import torch
 
 from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import AdapterConfig
-from vexpert.lora.checks import require_finite
+from vexpert.lora.checks import LARGEST, is_zero, require_finite
 from vexpert.lora.keys import Piece
 from vexpert.lora.types import ExpertsTarget, Factors
 
@@ -19,13 +20,14 @@ class Context:
     config: AdapterConfig
     layout: str | None  # order of a fused lora_B's columns, if anything says it
     max_rank: int | None
+    largest: float = math.inf  # magnitude in the whole file; Inf: not known
     warnings: list[str] = field(default_factory=list)
     formats: list[str] = field(default_factory=list)
     pairs: int = 0
     zero: list[str] = field(default_factory=list)  # names of pairs whose B is zero
     zero_a: list[str] = field(default_factory=list)  # names of pairs whose A is zero
-    other_ranks: list[str] = field(default_factory=list)  # rank is not what the config says
-    assumed: list[str] = field(default_factory=list)  # of the order of patterns
+    other_ranks: dict[str, None] = field(default_factory=dict)  # rank is not what the config says
+    assumed: dict[str, None] = field(default_factory=dict)  # of the order of patterns
     is_layout_used: bool = False  # some lora_B has a layout that its shape does not tell
 
     def note_format(self, name: str) -> None:
@@ -38,8 +40,11 @@ class Context:
         stated = self.config.patterns.ranks(name)
         if None not in stated and rank not in stated:
             wanted = " or ".join(str(r) for r in stated)
-            self.other_ranks.append(f"{name}: {rank}, config {wanted}")
-        return self.config.scale(name, rank, self.assumed)
+            self.other_ranks[f"{name}: {rank}, config {wanted}"] = None
+        notes: list[str] = []
+        scale = self.config.scale(name, rank, notes)
+        self.assumed.update(dict.fromkeys(notes))
+        return scale
 
     def linear_name(self, module: str) -> str:
         """What patterns match of a Linear, router or embedding that the file calls `module`.
@@ -59,18 +64,31 @@ class Context:
 
         `bs` are the parts of one B (the halves of gate and up).
         """
-        rank = a.shape[1]
+        self.check_rank(name, a.shape[1])
+        if not self.is_in_range(scale):
+            require_finite(f"{name}.lora_A", a)
+            for b in bs:
+                require_finite(f"{name}.lora_B", b, scale)
+        self.count_pair(name, [a], bs)
+
+    def is_in_range(self, scale: float) -> bool:
+        """Whether no tensor of the file can be too large once `scale` is applied."""
+        return self.largest * max(1.0, abs(scale)) <= LARGEST
+
+    def check_rank(self, name: str, rank: int) -> None:
+        """Refuse too large a rank."""
         if self.max_rank is not None and rank > self.max_rank:
             raise AdapterError(
                 f"{name} has rank {rank}, above the largest accepted, {self.max_rank}; start with "
                 f"max_lora_rank={rank} (--max-lora-rank {rank})"
             )
-        largest_a = require_finite(f"{name}.lora_A", a)
-        largest_b = max(require_finite(f"{name}.lora_B", b, scale) for b in bs)
+
+    def count_pair(self, name: str, a: Sequence[torch.Tensor], b: Sequence[torch.Tensor]) -> None:
+        """Count a pair and note a zero A or B, whose parts are given."""
         self.pairs += 1
-        if largest_b == 0.0:
+        if all(is_zero(x) for x in b):
             self.zero.append(name)
-        elif largest_a == 0.0:
+        elif all(is_zero(x) for x in a):
             self.zero_a.append(name)
 
     def factors(self, name: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> Factors:

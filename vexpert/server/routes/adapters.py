@@ -1,4 +1,7 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shapes."""
+"""GET /v1/adapters, and POST /v1/load_lora_adapter and /v1/unload_lora_adapter in vLLM's shapes."""
+
+import dataclasses
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -9,6 +12,23 @@ from vexpert.server.protocol.adapter import LoadLoraAdapterRequest, UnloadLoraAd
 from vexpert.server.service import service_of
 
 router = APIRouter()
+
+
+@router.get("/v1/adapters")
+async def list_adapters(request: Request) -> dict[str, Any]:
+    """Every version of every adapter, errored and draining ones too, with its state and tier."""
+    infos = service_of(request).engine.engine.adapters()
+    return {"object": "list", "data": [dataclasses.asdict(info) for info in infos]}
+
+
+@router.get("/v1/adapters/{name:path}")
+async def retrieve_adapter(name: str, request: Request) -> dict[str, Any]:
+    """The versions of one adapter; 404 if there is none."""
+    service = service_of(request)
+    infos = [info for info in service.engine.engine.adapters() if info.name == name]
+    if not infos:
+        raise service.unknown_model(name)
+    return {"object": "list", "data": [dataclasses.asdict(info) for info in infos]}
 
 
 @router.post("/v1/load_lora_adapter")
@@ -24,6 +44,8 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
             body.lora_path,
             lora_B_layout=body.lora_B_layout,
             load_inplace=body.load_inplace,
+            lazy=body.lazy,
+            pinned=body.pinned,
         )
     except OSError as error:
         message = f"lora_path={body.lora_path!r}: cannot be read: {error}"
@@ -35,6 +57,7 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
 async def unload_lora_adapter(
     body: UnloadLoraAdapterRequest, request: Request
 ) -> PlainTextResponse:
-    """Forget an adapter; requests that use it finish first."""
-    await service_of(request).engine.unload_adapter(body.lora_name)
+    """Forget an adapter; requests that use it finish first, for `drain_seconds` at most."""
+    engine = service_of(request).engine
+    await engine.unload_adapter(body.lora_name, drain_seconds=body.drain_seconds)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")
