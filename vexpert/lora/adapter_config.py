@@ -238,8 +238,8 @@ def _check_type(raw: dict[str, Any]) -> None:
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
-            f"{CONFIG_NAME}: peft_type={shown(kind)}: only LORA adapters can be served; merge this one "
-            "into the base model or train it as LoRA"
+            f"{CONFIG_NAME}: peft_type={shown(kind)}: only LORA adapters can be served; merge "
+            "this one into the base model or train it as LoRA"
         )
 
 
@@ -253,8 +253,8 @@ def _check_variants(raw: dict[str, Any]) -> None:
     init = raw.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
         raise AdapterError(
-            f"{CONFIG_NAME}: init_lora_weights={shown(init)} changed the base weights, so the factors "
-            "alone are not the trained difference; save again with PEFT's "
+            f"{CONFIG_NAME}: init_lora_weights={shown(init)} changed the base weights, so the "
+            "factors alone are not the trained difference; save again with PEFT's "
             "path_initial_model_for_weight_conversion, which converts to plain LoRA"
         )
 
@@ -265,9 +265,9 @@ def _warn_unknown(raw: dict[str, Any], warnings: list[str]) -> None:
     names = sorted(k if k.isprintable() and len(k) <= 100 else shown(k) for k in unknown)
     risky = [k for k in unknown if k.startswith("use_") or k.endswith("_config")]
     if risky:
+        facts = ", ".join(f"{shown(k)}={shown(raw[k])}" for k in risky[:5])
         raise AdapterError(
-            f"{CONFIG_NAME}: {', '.join(f'{shown(k)}={shown(raw[k])}' for k in risky[:5])}: a variant of LoRA that "
-            "this version does not know"
+            f"{CONFIG_NAME}: {facts}: a variant of LoRA that this version does not know"
         )
     if unknown:
         more = f" and {len(names) - 20} more" if len(names) > 20 else ""
@@ -380,7 +380,9 @@ def _nemo_version(folder: Path) -> str | None:
     if layout is None:
         return None
     if not isinstance(layout, str) or peft_version(layout.removeprefix("peft-")) is None:
-        raise AdapterError(f'{path}: paramwrapper_layout={shown(layout)}: must be like "peft-0.19.1"')
+        raise AdapterError(
+            f'{path}: paramwrapper_layout={shown(layout)}: must be like "peft-0.19.1"'
+        )
     return layout.removeprefix("peft-")
 
 

@@ -5,9 +5,10 @@ Other writers fill the config less exactly: there a name without tensors is a wa
 """
 
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping, Set
 from dataclasses import dataclass
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import AdapterConfig
 from vexpert.lora.formats.full import is_router
@@ -15,6 +16,7 @@ from vexpert.lora.patterns import Clock, Matcher
 from vexpert.lora.types import (
     ExpertsFactors,
     ExpertsTarget,
+    Factors,
     LinearTarget,
     TargetMap,
 )
@@ -27,14 +29,14 @@ SECONDS = 1.0  # for target_modules and exclude_modules given as patterns
 class Found:
     """What the file holds, by the model's own paths."""
 
-    modules: dict[str, object]  # factors
-    tokens: frozenset[str]  # paths with trained token rows
-    full: frozenset[str]  # parameters given whole, also where they equal the base's
-    names: frozenset[str]  # modules as the file names them
+    modules: Mapping[str, Factors | ExpertsFactors]
+    tokens: Set[str]  # paths with trained token rows
+    full: Set[str]  # parameters given whole, also where they equal the base's
+    names: Set[str]  # modules as the file names them
 
     @property
-    def full_modules(self) -> frozenset[str]:
-        return frozenset(name.rpartition(".")[0] for name in self.full)
+    def full_modules(self) -> Set[str]:
+        return {name.rpartition(".")[0] for name in self.full}
 
 
 def check_promises(config: AdapterConfig, targets: TargetMap, found: Found) -> list[str]:
@@ -54,11 +56,11 @@ def ends(paths: Iterable[str], name: str) -> bool:
 
 
 def _incomplete(field: str, name: str, missing: Iterable[str] = ()) -> AdapterError:
-    first = next(iter(missing), "")
+    first = next((f" (first {path})" for path in missing), "")
     return AdapterError(
-        f"adapter_config.json: {field} names {name}, but its tensors are not in the file"
-        f"{f' (first {first})' if first else ''}: it is incomplete; save the adapter again, or take "
-        "the name out of adapter_config.json if they were left out on purpose"
+        f"adapter_config.json: {field} names {shown(name)}, but its tensors are not in the file"
+        f"{first}: it is incomplete; save the adapter again, or take the name out of "
+        "adapter_config.json if they were left out on purpose"
     )
 
 
@@ -197,4 +199,3 @@ def _check_factors(
 def _is_exact(config: AdapterConfig) -> bool:
     """Whether PEFT wrote the config, which then names no more than was saved."""
     return "peft_version" in config.fields or is_pefts_own(config.fields)
-

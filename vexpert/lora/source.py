@@ -50,7 +50,8 @@ class Source:
         return () if self.folder is None else observe(self.folder)
 
 
-Fingerprint = tuple[tuple[str, int, int], ...]  # (name, bytes, mtime in ns) of each file
+# (name, bytes, mtime, ctime in ns, inode) of each file
+Fingerprint = tuple[tuple[str, int, int, int, int], ...]
 
 
 def fingerprint(path: Path) -> Fingerprint:
@@ -63,13 +64,18 @@ def fingerprint(path: Path) -> Fingerprint:
     for file in files:
         check_regular(file)
     stats = [(file.name, file.stat()) for file in files]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return tuple(
+        (name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
+        for name, stat in stats
+    )
 
 
 def check_path(path: Any) -> Path:
     """`path` as a Path; AdapterError if it can name no file."""
     if not isinstance(path, str | Path) or "\0" in str(path):
         raise AdapterError(f"adapter path {shown(path)}: give the path of a folder, as a string")
+    if not str(path):
+        raise AdapterError("the adapter path is empty: give the path of a folder")
     return Path(path)
 
 

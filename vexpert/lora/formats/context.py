@@ -23,6 +23,7 @@ class Context:
     largest: float = math.inf  # magnitude in the whole file; Inf: not known
     warnings: list[str] = field(default_factory=list)
     formats: list[str] = field(default_factory=list)
+    examples: list[str] = field(default_factory=list)  # of what is there beyond factors
     pairs: int = 0
     zero: list[str] = field(default_factory=list)  # names of pairs whose B is zero
     zero_a: list[str] = field(default_factory=list)  # names of pairs whose A is zero
@@ -57,9 +58,7 @@ class Context:
         )
         return weight if named else module
 
-    def check(
-        self, name: str, a: torch.Tensor, bs: Sequence[torch.Tensor], scale: float
-    ) -> None:
+    def check(self, name: str, a: torch.Tensor, bs: Sequence[torch.Tensor], scale: float) -> None:
         """Refuse a pair with NaN, Inf or too large a rank or values; count it, note zeros.
 
         `bs` are the parts of one B (the halves of gate and up).
