@@ -109,6 +109,11 @@ class AdapterConfig:
     is_pattern_ordered: bool = False  # pattern_order: the patterns' order is the trainer's
     warnings: tuple[str, ...] = ()
 
+    @property
+    def names_version(self) -> bool:
+        """Whether the config itself, as PEFT writes it, has peft_version."""
+        return self.version is not None and "peft_version" in self.fields
+
     @cached_property
     def patterns(self) -> Patterns:
         """rank_pattern and alpha_pattern, compiled."""

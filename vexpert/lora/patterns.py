@@ -52,6 +52,8 @@ class Matcher:
         self.field, self.pattern, self._clock = field, pattern, clock
         if len(pattern) > MOST_CHARACTERS:
             raise self._bad(f"at most {MOST_CHARACTERS} characters")
+        if _OTHERWISE.search(pattern):
+            raise self._bad("without { that is no repeat count, without [: and without [[")
         try:
             self._plain = re.compile(expression)
         except (re.error, OverflowError, RecursionError) as error:
@@ -79,8 +81,6 @@ class Matcher:
 
     def _compile(self, expression: str) -> "regex.Pattern[str]":
         """The same with a time limit, which `re` has not."""
-        if _OTHERWISE.search(self.pattern):
-            raise self._bad("without { that is no repeat count and without [: :]")
         try:
             return regex.compile(expression, regex.V0)
         except (regex.error, OverflowError, RecursionError, MemoryError) as error:

@@ -198,4 +198,4 @@ def _check_factors(
 
 def _is_exact(config: AdapterConfig) -> bool:
     """Whether PEFT wrote the config, which then names no more than was saved."""
-    return "peft_version" in config.fields or is_pefts_own(config.fields)
+    return config.names_version or is_pefts_own(config.fields)

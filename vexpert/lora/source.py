@@ -1,5 +1,6 @@
 """Where an adapter comes from: its files, whether they changed, and how they are read."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -50,8 +51,8 @@ class Source:
         return () if self.folder is None else observe(self.folder)
 
 
-# (name, bytes, mtime, ctime in ns, inode) of each file
-Fingerprint = tuple[tuple[str, int, int, int, int], ...]
+FileState = tuple[str, int, int, int, int]  # name, bytes, mtime and ctime in ns, inode
+Fingerprint = tuple[FileState, ...]
 
 
 def fingerprint(path: Path) -> Fingerprint:
@@ -64,10 +65,12 @@ def fingerprint(path: Path) -> Fingerprint:
     for file in files:
         check_regular(file)
     stats = [(file.name, file.stat()) for file in files]
-    return tuple(
-        (name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino)
-        for name, stat in stats
-    )
+    return tuple(file_state(name, stat) for name, stat in stats)
+
+
+def file_state(name: str, stat: os.stat_result) -> FileState:
+    """What changes when a file is written again, even with its size and time restored."""
+    return name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def check_path(path: Any) -> Path:

@@ -244,7 +244,7 @@ def _read_pair(pair: FusedPair, over_input: bool, context: Context) -> dict[str,
 
 def _check_experts(pair: FusedPair, rank: int, context: Context) -> None:
     """A rank that PEFT's own config rules out, but that another number of experts explains."""
-    if "peft_version" not in context.config.fields:
+    if not context.config.names_version:
         return
     experts, rows = pair.target.num_experts, pair.a.shape[0]
     stated = [r for r in context.config.patterns.ranks(pair.name) if r is not None]
