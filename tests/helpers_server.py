@@ -112,6 +112,8 @@ class FakeEngine:
         self.step_seconds = 0.0
         self.load_seconds = 0.0
         self.integrity_checks = 0
+        self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        self.before_load: dict[str, Callable[[], Any]] = {}
         self.failure: Exception | None = None  # raised by the next step
         self.submitted: list[SamplingParams] = []
         self.prompts: list[str | None] = []
@@ -216,6 +218,8 @@ class FakeEngine:
     def load_adapter(
         self, name: str, path: str, *, load_inplace: bool = False, **options: Any
     ) -> AdapterInfo:
+        self.calls.append(("load", name, {"load_inplace": load_inplace, **options}))
+        self.before_load.get(name, lambda: None)()
         time.sleep(self.load_seconds)
         if name in self._adapters and not load_inplace:
             raise AdapterError(f"adapter {name!r} is loaded already; set load_inplace")
@@ -225,12 +229,15 @@ class FakeEngine:
         return self._adapters[name]
 
     def register_adapter(self, name: str, path: str, **options: Any) -> AdapterInfo:
-        return self.load_adapter(name, path, **options)
+        info = self.load_adapter(name, path, **options)
+        self.calls.append(("register", name, options))
+        return info
 
     def check_integrity(self) -> None:
         self.integrity_checks += 1
 
     def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
+        self.calls.append(("unload", name, {"drain_seconds": drain_seconds}))
         if name not in self._adapters:
             raise AdapterNotFoundError(f"no adapter {name!r}")
         del self._adapters[name]

@@ -27,9 +27,12 @@ def inspect_adapter(
 
     `model`: folder or Hugging Face name; its weights are not read, so copies of base weights in
     the file are taken as changed. `options`: those of EngineConfig. A refusal is in the report's
-    `error`; ModelError and ConfigError are raised, and AdapterError for a path that is none.
+    `error`; ModelError and ConfigError are raised.
     """
-    folder = check_path(path)
+    try:
+        folder = check_path(path)
+    except AdapterError as error:
+        return AdapterReport(str(path), None, str(error))
     report = _from_files(folder)
     if model is None:
         return report

@@ -44,6 +44,7 @@ class HostTier:
         self._threads = LoaderPool()
         self._copies: OrderedDict[Version, None] = OrderedDict()  # with memory; oldest use first
         self.used = 0  # bytes
+        self._booked = 0  # of them, those that are about to be allocated
         self.loads = self.errors = 0
         self.load_seconds = 0.0
 
@@ -88,7 +89,7 @@ class HostTier:
 
     def check_integrity(self) -> None:
         """Assert that the bytes booked are those of the copies, within the budget."""
-        assert self.used == sum(version.nbytes for version in self._copies)
+        assert self.used == self._booked + sum(version.nbytes for version in self._copies)
         assert self.used <= self.budget, f"{self.used} of {self.budget} bytes"
         for version in self._copies:
             assert version.is_loading or version.host is not None, f"{version.ref} is empty"
@@ -128,15 +129,18 @@ class HostTier:
                 self.changed.wait(RECHECK)
             # Booked before it exists: two threads must not both find the same room.
             self.used += nbytes
+            self._booked += nbytes
+        buffer = None
         try:
             buffer = self._memory.allocate(elements, dtype)
-        except BaseException:
+        finally:
             with self.changed:
-                self.used -= nbytes
-            raise
-        with self.changed:
-            version.buffer = buffer
-            self._copies[version] = None
+                self._booked -= nbytes
+                if buffer is None:
+                    self.used -= nbytes
+                else:
+                    version.buffer = buffer
+                    self._copies[version] = None
         return buffer
 
     def _make_room(self, nbytes: int) -> bool:

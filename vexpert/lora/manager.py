@@ -393,6 +393,7 @@ class AdapterManager:
         if version.is_pinned and version.slot is None and version.host is not None:
             self._device.pin(version)
         self._free_if_retired(version)
+        self._host.trim()  # what is on the device may leave the host
 
     def _end_overdue(self) -> None:
         if self._deadlines:
