@@ -132,6 +132,13 @@ def test_patterns_that_could_mean_something_else(tmp_path, pattern):
 
 USED = [
     "q_proj",
+    "layers.0.self_attn.q_proj",
+    "selfxattn.v_proj",
+    "self.attn.v_proj",
+    "proj",
+    "v.proj",
+    "gate.",
+    "",
     r".*\.gate_up_proj",
     r"model\.layers\.\d+\.self_attn\.(q|k|v)_proj",
     r"^layers\.(0|1)\..*",

@@ -9,8 +9,8 @@ import torch
 
 from vexpert.demo import adapter_paths
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import read_json
 from vexpert.lora.files import INDEX, PICKLE, SAFETENSORS, read_tensors
+from vexpert.lora.json_files import read_json
 from vexpert.lora.source import AdapterLoader, Source, check_path, observe
 from vexpert.lora.types import TargetMap
 

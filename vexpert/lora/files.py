@@ -11,8 +11,8 @@ import torch
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import check_regular, read_json
 from vexpert.lora.header import Entry, parse_header
+from vexpert.lora.json_files import check_regular, read_json
 from vexpert.lora.parallel import run_all
 
 SAFETENSORS = "adapter_model.safetensors"
@@ -78,7 +78,7 @@ def _read_safetensors(path: Path) -> Tensors:
         if not path.is_file():
             raise AdapterError(f"{path} is not a file")
         content = _content(path)
-        return {entry.key: _view(content, entry) for entry in parse_header(content)}
+        return _views(content, parse_header(content))
     except OSError as error:
         raise _unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
@@ -92,12 +92,26 @@ def _unreadable(path: Path, error: OSError) -> AdapterError:
     return AdapterError(f"{shown(str(path), 300)} cannot be read: {error.strerror or error}")
 
 
-def _view(content: torch.Tensor, entry: Entry) -> torch.Tensor:
-    """One tensor as a view of the file's bytes [N]; a copy where its place is not aligned."""
-    part = content[entry.start : entry.end]
-    if entry.start % entry.dtype.itemsize:
-        part = part.clone()
-    return part.view(entry.dtype).view(entry.shape)
+def _views(content: torch.Tensor, entries: list[Entry]) -> Tensors:
+    """Tensors as views of a file's bytes [N]; copies of those whose place is not aligned."""
+    flat: dict[torch.dtype, torch.Tensor] = {}  # all bytes in each dtype
+    tensors: Tensors = {}
+    for key, dtype, shape, start, end in entries:
+        if start % dtype.itemsize:
+            tensors[key] = content[start:end].clone().view(dtype).view(shape)
+            continue
+        if dtype not in flat:
+            flat[dtype] = content[: len(content) - len(content) % dtype.itemsize].view(dtype)
+        # One call for each of thousands of tensors; slices and views are four.
+        tensors[key] = flat[dtype].as_strided(shape, _strides(shape), start // dtype.itemsize)
+    return tensors
+
+
+def _strides(shape: tuple[int, ...]) -> list[int]:
+    strides = [1] * len(shape)
+    for dim in range(len(shape) - 1, 0, -1):
+        strides[dim - 1] = strides[dim] * shape[dim]
+    return strides
 
 
 def _content(path: Path) -> torch.Tensor:

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 
 from vexpert.config import shown
-from vexpert.lora.adapter_config import parse_json
+from vexpert.lora.json_files import parse_json
 
 MOST_BYTES = 100_000_000  # of a header, as the format has it
 DTYPES = {

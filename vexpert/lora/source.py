@@ -9,9 +9,9 @@ import torch
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import check_regular
 from vexpert.lora.build_extras import build_extras
 from vexpert.lora.formats.full import BaseWeight
+from vexpert.lora.json_files import check_regular
 from vexpert.lora.memory_source import AdapterTensors
 from vexpert.lora.pack import Allocate, PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
