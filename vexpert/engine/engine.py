@@ -11,7 +11,6 @@ import torch
 from vexpert.config import EngineConfig, allocating
 from vexpert.engine import boot
 from vexpert.engine.adapters import AdapterSource
-from vexpert.engine.admission import parse_weights
 from vexpert.engine.block_pool import BlockPool
 from vexpert.engine.completion import Completer, request_output
 from vexpert.engine.detokenizer import Detokenizer
@@ -49,6 +48,7 @@ class Engine:
         adapters: AdapterSource | None = None,
     ) -> None:
         self.config = config
+        weights = boot.check_lora_options(config)
         model = boot.load_served_model(config) if model is None else model
         self.tokenizer = boot.load_model_tokenizer(config) if tokenizer is None else tokenizer
         self.model = model
@@ -69,7 +69,7 @@ class Engine:
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
             max_requests_per_lora=config.max_requests_per_lora,
-            weights=parse_weights(config.lora_weights),
+            weights=weights,
         )
         self._runner = Runner(model, self._adapters, config.block_size)
         self._sampler = Sampler(config.seed)

@@ -1,6 +1,7 @@
 """One version of a named adapter: where its weights are and who uses it."""
 
 import unicodedata
+from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
@@ -11,6 +12,7 @@ from vexpert.lora.source import Fingerprint, HostCopy, Source
 from vexpert.lora.types import AdapterInfo, AdapterRef
 
 MAX_NAME = 256  # characters
+SHOWN_NAMES = 20
 
 
 @dataclass(eq=False)
@@ -100,3 +102,10 @@ def check_name(name: str, reserved: frozenset[str]) -> None:
         raise AdapterError(f"adapter name {name!r}: must have no control characters")
     if name in reserved:
         raise AdapterError(f"adapter name {name!r} is the base model's: choose another name")
+
+
+def some_names(names: Iterable[str]) -> str:
+    """Names for a message: sorted, and of thousands the first few."""
+    known = sorted(names)
+    more = f" and {len(known) - SHOWN_NAMES} more" if len(known) > SHOWN_NAMES else ""
+    return (", ".join(known[:SHOWN_NAMES]) or "none") + more

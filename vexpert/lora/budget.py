@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from vexpert.config import EngineConfig
+from vexpert.lora.host_memory import SLAB_BYTES
 from vexpert.lora.pack import align_up, packed_elements, start_alignment
 from vexpert.lora.types import (
     AdapterWeights,
@@ -21,6 +22,7 @@ FREE_SHARE = 0.2  # of free memory, on the device and on the host, unless an opt
 # Adapters on the device at once, unless `max_loras` says otherwise: bytes are the limit, a slot
 # costs one column of the tables. A CPU's backends look at every column of a site at each step.
 GPU_SLOTS, CPU_SLOTS = 1024, 256
+SLAB_ADAPTERS = 8
 
 
 def _full(experts: int, out: int, width: int, rank: int) -> Factors:
@@ -87,3 +89,11 @@ def host_bytes(config: EngineConfig) -> int:
     if config.lora_host_memory is not None:
         return config.lora_host_memory
     return int(free_bytes(torch.device("cpu")) * FREE_SHARE)
+
+
+def slab_bytes(
+    targets: TargetMap, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Host memory to pin at once: room for some of the largest adapters, within the budget."""
+    some = SLAB_ADAPTERS * full_adapter_bytes(targets, device, dtype)
+    return max(1, min(SLAB_BYTES, some, host_bytes(config)))

@@ -49,19 +49,26 @@ class _Install:
 
 
 class DeviceTier:
-    """Who is in which slot. `settled(version)` is called when an install has ended."""
+    """Who is in which slot. `settled(version)` is called when an install has ended, and
+    `fetch(version)` where a pinned one is not on the host.
+    """
 
     def __init__(
-        self, pool: SlotPool, device: torch.device, settled: Callable[[Version], None]
+        self,
+        pool: SlotPool,
+        device: torch.device,
+        settled: Callable[[Version], None],
+        fetch: Callable[[Version], None],
     ) -> None:
         self.pool = pool
         self.in_slot: dict[int, Version] = {}
         self.evictions = 0
         self._pace = GPU_PACE if device.type == "cuda" else CPU_PACE
         self._stream = copy_stream(device)
-        self._settled = settled
+        self._settled, self._fetch = settled, fetch
         self._install: _Install | None = None
         self._pinned: deque[Version] = deque()  # to be installed without being asked for
+        self._waiting_pinned: list[Version] = []  # of them, those that found no room in this step
         self._claims: set[int] = set()  # installed since the last pass: whoever asked comes first
         self._last_step = time.monotonic()
         self._copy_left = self._move_left = UNLIMITED
@@ -86,10 +93,18 @@ class DeviceTier:
         self._last_step = now
         self._claims.clear()
         self._work()
+        self._pinned.extend(self._waiting_pinned)
+        self._waiting_pinned.clear()
         while self._pinned and self._install is None:
-            version = self._pinned.popleft()
-            if version.slot is None and version.host is not None and not version.retired:
-                self._begin(version)
+            self._install_pinned(self._pinned.popleft())
+
+    def _install_pinned(self, version: Version) -> None:
+        if version.slot is not None or version.retired:
+            return
+        if version.host is None:
+            self._fetch(version)  # it is pinned again when it has come
+        elif not self._begin(version):
+            self._waiting_pinned.append(version)
 
     def pin(self, version: Version) -> None:
         """Install `version`, which is never to leave, as soon as it is on the host."""

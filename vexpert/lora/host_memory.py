@@ -5,13 +5,25 @@ memory rounds up to powers of two; so slabs are pinned once and divided by the b
 """
 
 import threading
+import weakref
 
 import torch
 
 from vexpert.lora.arena import Allocator
 from vexpert.lora.site_extras import ALIGN_BYTES
 
-SLAB_BYTES = 1 << 30
+SLAB_BYTES = 1 << 30  # at most; less for small adapters
+
+
+def _pin(buffer: torch.Tensor) -> None:
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    status = int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
+    if status != 0:
+        raise MemoryError(f"{buffer.nbytes} bytes of host memory cannot be pinned: error {status}")
+
+
+def _unpin(buffer: torch.Tensor) -> None:
+    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
 
 
 class _Slab:
@@ -20,19 +32,17 @@ class _Slab:
     def __init__(self, nbytes: int) -> None:
         self.buffer = torch.empty(nbytes, dtype=torch.uint8)
         self.allocator = Allocator(nbytes, ALIGN_BYTES)
-        status = torch.cuda.cudart().cudaHostRegister(self.buffer.data_ptr(), nbytes, 0)  # type: ignore[no-untyped-call]
-        if int(status) != 0:
-            raise MemoryError(f"{nbytes} bytes of host memory cannot be pinned: {status}")
-
-    def close(self) -> None:
-        torch.cuda.cudart().cudaHostUnregister(self.buffer.data_ptr())  # type: ignore[no-untyped-call]
+        _pin(self.buffer)
+        # Memory that is freed while it is registered cannot be registered again.
+        self.close = weakref.finalize(self, _unpin, self.buffer)
 
 
 class HostMemory:
     """Buffers by the byte. Any thread. How much may be taken in all is the caller's to decide."""
 
     def __init__(self, pinned: bool, slab_bytes: int = SLAB_BYTES) -> None:
-        self._pinned, self._slab_bytes = pinned, slab_bytes
+        self._pinned = pinned
+        self._slab_bytes = max(1, -(-slab_bytes // ALIGN_BYTES)) * ALIGN_BYTES
         self._lock = threading.Lock()
         self._slabs: list[_Slab] = []
         self._owners: dict[int, tuple[_Slab, int]] = {}  # address -> slab and start

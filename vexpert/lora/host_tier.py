@@ -118,11 +118,7 @@ class HostTier:
         nbytes = elements * dtype.itemsize
         with self.changed:
             self._check_size(version, nbytes)
-            if nbytes > self.budget:
-                raise AdapterError(
-                    f"it needs {nbytes} bytes of host memory; all adapters together have "
-                    f"{self.budget}; raise lora_host_memory (--lora-host-memory)"
-                )
+            self._check_budget(nbytes)
             while not self._make_room(nbytes):
                 if not version.holds and not version.is_pinned:
                     raise AdapterError("host memory is full of adapters in use; load it again")
@@ -143,6 +139,16 @@ class HostTier:
                     self._copies[version] = None
         return buffer
 
+    def _check_budget(self, nbytes: int) -> None:
+        """Raise AdapterError if `nbytes` never fit beside what no file could give back."""
+        kept = sum(v.nbytes for v in self._copies if v.source.folder is None)
+        if nbytes + kept > self.budget:
+            rest = f", {kept} of them under adapters loaded from tensors" if kept else ""
+            raise AdapterError(
+                f"it needs {nbytes} bytes of host memory; all adapters together have "
+                f"{self.budget}{rest}; raise lora_host_memory (--lora-host-memory)"
+            )
+
     def _make_room(self, nbytes: int) -> bool:
         for version in list(self._copies):
             if self.used + nbytes <= self.budget:
@@ -154,7 +160,7 @@ class HostTier:
     def _may_go(self, version: Version) -> bool:
         if version.is_loading or version.is_copying or version.source.folder is None:
             return False
-        return version.slot is not None or not (version.holds or version.is_pinned)
+        return version.slot is not None or not version.holds
 
     def _release(self, version: Version) -> None:
         assert version.buffer is not None

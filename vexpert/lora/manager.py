@@ -17,15 +17,14 @@ import torch
 from vexpert.config import EngineConfig, allocating, shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
-from vexpert.lora.adapter_version import Version, check_name
-from vexpert.lora.budget import arena_bytes, host_bytes, slot_count
+from vexpert.lora.adapter_version import Version, check_name, some_names
+from vexpert.lora.budget import arena_bytes, host_bytes, slab_bytes, slot_count
 from vexpert.lora.device_tier import DeviceTier
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.host_memory import HostMemory
 from vexpert.lora.host_tier import HostTier
-from vexpert.lora.memory_source import adapter_tensors
 from vexpert.lora.pool import SlotPool
-from vexpert.lora.source import AdapterLoader, AdapterReader, Source, check_path
+from vexpert.lora.source import AdapterLoader, AdapterReader, Source, check_path, make_source
 from vexpert.lora.types import (
     AdapterInfo,
     AdapterRef,
@@ -39,7 +38,6 @@ from vexpert.lora.watcher import Watcher, watch
 
 logger = get_logger(__name__)
 
-SHOWN_NAMES = 20
 FOREVER = float("inf")
 
 
@@ -67,7 +65,7 @@ class AdapterManager:
             f"an arena of {size} bytes with {slots} slots", "lower lora_memory or max_loras"
         ):
             self.pool = SlotPool(targets, slots, size, device, dtype)
-            memory = HostMemory(pinned=device.type == "cuda")
+            memory = HostMemory(device.type == "cuda", slab_bytes(targets, config, device, dtype))
             memory.reserve()
         state.tables = self.pool.tables
         state.installed = self.pool.extras
@@ -81,7 +79,7 @@ class AdapterManager:
             self._check_size,
             self._settle,
         )
-        self._device = DeviceTier(self.pool, device, self._settle)
+        self._device = DeviceTier(self.pool, device, self._settle, self._host.ensure)
         self._virtual_experts = config.lora_use_virtual_experts
         self._reserved = reserved
         self._current: dict[str, Version] = {}
@@ -117,7 +115,7 @@ class AdapterManager:
         Raises AdapterError and changes nothing when it is refused.
         """
         check_name(name, self._reserved)
-        source = _source(path, tensors, config, lora_B_layout)
+        source = make_source(path, tensors, config, lora_B_layout)
         version = self._reserve(name, source, load_inplace, pinned)
         try:
             with self._lock:
@@ -359,7 +357,7 @@ class AdapterManager:
         version = self._current.get(name) if isinstance(name, str) else None
         if version is None:
             raise AdapterNotFoundError(
-                f"no adapter {shown(name, 300)}; loaded adapters: {_some(self._current)}"
+                f"no adapter {shown(name, 300)}; loaded adapters: {some_names(self._current)}"
             )
         return version
 
@@ -405,17 +403,3 @@ class AdapterManager:
                         f"adapter {version.ref.name!r} was unloaded, and its requests had time to "
                         "finish until now"
                     )
-
-
-def _source(path: Any, tensors: Any, config: Any, layout: str | None) -> Source:
-    if tensors is None and config is None:
-        return Source(check_path(path), layout)
-    if path is not None:
-        raise AdapterError("give a path, or tensors with their config, not both")
-    return Source(adapter_tensors(tensors, config), layout)
-
-
-def _some(names: Iterable[str]) -> str:
-    known = sorted(names)
-    more = f" and {len(known) - SHOWN_NAMES} more" if len(known) > SHOWN_NAMES else ""
-    return (", ".join(known[:SHOWN_NAMES]) or "none") + more

@@ -12,7 +12,7 @@ from vexpert.errors import AdapterError
 from vexpert.lora.build_extras import build_extras
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.json_files import check_regular
-from vexpert.lora.memory_source import AdapterTensors
+from vexpert.lora.memory_source import AdapterTensors, adapter_tensors
 from vexpert.lora.pack import Allocate, PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
 
@@ -80,6 +80,15 @@ def check_path(path: Any) -> Path:
     if not str(path):
         raise AdapterError("the adapter path is empty: give the path of a folder")
     return Path(path)
+
+
+def make_source(path: Any, tensors: Any, config: Any, layout: str | None) -> Source:
+    """The source that a caller means: a folder, or tensors with their config. AdapterError."""
+    if tensors is None and config is None:
+        return Source(check_path(path), layout)
+    if path is not None:
+        raise AdapterError("give a path, or tensors with their config, not both")
+    return Source(adapter_tensors(tensors, config), layout)
 
 
 def observe(path: Path) -> Fingerprint:

@@ -153,12 +153,17 @@ def _run(watcher: "weakref.ref[Watcher]", interval: float) -> None:
         del alive
 
 
-def watch(manager: "AdapterManager", folder: str, interval: float) -> Watcher:
-    """Serve the adapters of `folder`, now and as they come and go. ConfigError: no such folder."""
+def check_folder(folder: str) -> Path:
+    """`folder` as a Path; ConfigError if there is none."""
     path = Path(folder)
     if not path.is_dir():
         raise ConfigError(f"lora_dir={folder!r}: no such folder; create it first, it may be empty")
-    watcher = Watcher(manager, path)
+    return path
+
+
+def watch(manager: "AdapterManager", folder: str, interval: float) -> Watcher:
+    """Serve the adapters of `folder`, now and as they come and go. ConfigError: no such folder."""
+    watcher = Watcher(manager, check_folder(folder))
     watcher.scan(is_first=True)
     watcher.start(interval)
     return watcher
