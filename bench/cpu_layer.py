@@ -76,17 +76,14 @@ def make_table(site: LoraSite) -> SiteTable:
     b_size = EXPERTS * RANK * site.slices[0].size
     arena = torch.randn(SLOTS * (a_size + n * b_size)) * 0.05
     start = torch.arange(SLOTS) * (a_size + n * b_size)
-    return SiteTable(
-        arena=arena,
-        rank=torch.full((SLOTS,), RANK),
-        a_offset=start,
-        a_stride=torch.full((SLOTS,), RANK * site.in_features),
-        slice_rank=torch.full((n, SLOTS), RANK),
-        slice_column=torch.zeros(n, SLOTS, dtype=torch.int64),
-        b_offset=start + a_size + b_size * torch.arange(n)[:, None],
-        b_stride=torch.full((n, SLOTS), RANK * site.slices[0].size),
-        host_rank=[RANK] * SLOTS,
-    )
+    packed = torch.zeros(3 + 4 * n, SLOTS, dtype=torch.int64)
+    table = SiteTable(arena, packed, host_rank=[RANK] * SLOTS)
+    table.rank[:] = table.slice_rank[:] = RANK
+    table.a_offset[:] = start
+    table.a_stride[:] = RANK * site.in_features
+    table.b_offset[:] = start + a_size + b_size * torch.arange(n)[:, None]
+    table.b_stride[:] = RANK * site.slices[0].size
+    return table
 
 
 class Lora:

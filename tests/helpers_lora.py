@@ -75,11 +75,9 @@ def make_table(
     """A table with one slot per spec (None: an empty slot) over an arena of its own."""
     builder = _ArenaBuilder(torch.Generator().manual_seed(seed), align)
     n, count = len(site.slices), len(specs)
-    zeros = [torch.zeros(count, dtype=torch.int64) for _ in range(3)]
-    rank, a_offset, a_stride = zeros
-    slice_rank, slice_column, b_offset, b_stride = (
-        torch.zeros(n, count, dtype=torch.int64) for _ in range(4)
-    )
+    packed = torch.zeros(3 + 4 * n, count, dtype=torch.int64)
+    rank, a_offset, a_stride = packed[:3]
+    slice_rank, slice_column, b_offset, b_stride = packed[3:].view(4, n, count)
     for slot, spec in enumerate(specs):
         if spec is None or not any(spec.ranks):
             continue
@@ -101,9 +99,7 @@ def make_table(
                 experts, part_rank, site.slices[i].size, 0.5
             )
     arena = torch.cat([*builder.pieces, torch.full((7,), float("nan"))])
-    tensors = (rank, a_offset, a_stride, slice_rank, slice_column, b_offset, b_stride)
-    moved = [tensor.to(device) for tensor in tensors]
-    return SiteTable(arena.to(device, dtype), *moved, host_rank=rank.tolist())
+    return SiteTable(arena.to(device, dtype), packed.to(device), host_rank=rank.tolist())
 
 
 @dataclass(frozen=True)

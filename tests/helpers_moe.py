@@ -10,7 +10,7 @@ from torch.nn import functional
 from vexpert.moe.types import ExpertWeights, MoeHooks, PairRows
 from vexpert.ops.backend import LoraBackend, Routing
 from vexpert.ops.reference import row_delta
-from vexpert.ops.types import LoraSite, OutputSlice, SiteTable
+from vexpert.ops.types import ExpertsLora, LoraSite, OutputSlice, SiteTable
 
 HIDDEN, INNER = 32, 24
 
@@ -127,6 +127,9 @@ class Hooks:
         self.classic = classic
         self.routing: Routing | None = None
         self.hooks = MoeHooks(self.after_gate_up, self.after_down)
+        if backend.name == "triton" and not classic:
+            pairs = zip(layer.sites, layer.tables, strict=True)
+            self.hooks = replace(self.hooks, fused=ExpertsLora(layer.slots, (0, 1, 2), *pairs))
 
     def after_gate_up(self, x, x_rows, y, rows: PairRows) -> None:
         slots = self.layer.slots[rows.token]

@@ -5,6 +5,7 @@ change it. One character is one token. Tests may make it slow, make it fail, or 
 """
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ def right_answer(name: str, word: str) -> str:
 class FakeTokenizer:
     """One character, one token: its code point; token 0 ends a text."""
 
-    chat_template: str | None = "fake"
+    chat_template: str | None = "fake, with tools"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokens = [ord(c) if ord(c) < VOCAB_SIZE else ord("?") for c in text]
@@ -65,11 +66,15 @@ class FakeTokenizer:
         tokenize: bool,
         add_generation_prompt: bool,
         note: str = "",
+        tools: Any = (),
+        chat_template: str | None = None,
     ) -> str:
         assert not tokenize
         if conversation[0]["role"] == "assistant":
             raise TemplateError("the first message must not be the assistant's")
         turns = "".join(f"<{m['role']}>{m['content']}\n" for m in conversation)
+        note += f"[{chat_template}]" if chat_template else ""
+        note += f"<tools>{json.dumps(tools)}\n" if tools else ""
         return note + turns + ("<assistant>" if add_generation_prompt else "")
 
 
@@ -122,6 +127,12 @@ class FakeEngine:
         self.step_thread: int | None = None
         self._adapters: dict[str, AdapterInfo] = {}
         self._prompt_tokens = self._tokens = self._steps = 0
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Nothing to compile: the fake engine constrains no text."""
+
+    def adapter_folder(self, name: str) -> str | None:
+        return self._adapters[name].path if name in self._adapters else None
 
     def add_request(
         self,

@@ -175,6 +175,7 @@ def test_threads_sleep_soon_unless_the_environment_says_otherwise(
     [
         ["serve", "--host", "no.such.host.invalid"],
         ["bench", "throughput", "/no/such/model", "--device", "cpu"],
+        ["bench", "kernel", "--device", "abacus"],
         ["adapter", "check", "/no/such/adapter", "--model", "/no/such/model"],
     ],
 )

@@ -115,6 +115,8 @@ def test_runner(tokens: int, top_k: int, experts: int, flags: Flags, dtype: torc
     assert relative_error(out, naive(layer, True)) < TOLERANCE[dtype]
     idle = layer.slots < 0
     assert torch.equal(bits(out[idle]), bits(base[idle]))
+    if tokens == 0:
+        return  # nothing is launched, and a graph of nothing cannot be captured
     captured = torch.zeros_like(out)
     replay(lambda: captured.copy_(runner(*step, hooks)), lambda: captured.zero_())
     assert torch.equal(bits(captured), bits(out))

@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from functools import lru_cache
 from typing import Any
 
 import torch
@@ -15,6 +16,7 @@ from vexpert.engine.block_pool import BlockPool
 from vexpert.engine.completion import Completer, request_output
 from vexpert.engine.detokenizer import Detokenizer
 from vexpert.engine.failure import no_token_error, not_finite_error
+from vexpert.engine.grammar import Grammars, Matcher
 from vexpert.engine.logprobs import token_logprobs
 from vexpert.engine.memory import decide_cache
 from vexpert.engine.outputs import EngineStats, RequestOutput
@@ -25,7 +27,7 @@ from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.scheduler import Chunk, Scheduler
 from vexpert.engine.validation import check_params, check_prompt
-from vexpert.errors import RequestError
+from vexpert.errors import AdapterNotFoundError, RequestError
 from vexpert.lora.types import AdapterInfo, AdapterRef
 from vexpert.models.types import ServedModel
 
@@ -74,6 +76,8 @@ class Engine:
         self._runner = Runner(model, self._adapters, config.block_size)
         self._sampler = Sampler(config.seed)
         eos = model.info.eos_token_ids
+        self._folder_of = lru_cache(maxsize=4096)(self._find_folder)
+        self._grammars = Grammars(self.tokenizer, model.info.vocab_size, eos)
         self._completer = Completer(self.tokenizer, eos, self.max_model_len)
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
@@ -98,9 +102,15 @@ class Engine:
         vocab_size = self.model_info.vocab_size
         tokens = check_prompt(prompt_token_ids, vocab_size, self.max_model_len)
         check_params(params, vocab_size)
+        wanted = params.constraint
+        matchers = [
+            None if wanted is None else self._grammars.matcher(wanted) for _ in range(params.n)
+        ]
         ref = None if adapter is None else self._adapters.resolve(adapter)
         request = Request(request_id, prompt, tokens, params, ref)
-        request.sequences = [self._new_sequence(request, index) for index in range(params.n)]
+        request.sequences = [
+            self._new_sequence(request, index, matcher) for index, matcher in enumerate(matchers)
+        ]
         if ref is not None:
             self._adapters.hold(ref)  # last: whatever raises before it holds nothing
         self._requests[request_id] = request
@@ -108,9 +118,28 @@ class Engine:
         for sequence in request.sequences:
             self.scheduler.add(sequence)
 
-    def _new_sequence(self, request: Request, index: int) -> Sequence:
+    def prepare(self, params: SamplingParams) -> None:
+        """Compile what `params` constrain the output to, so that `add_request` finds it done.
+
+        May run beside `step`, in any thread. Raises RequestError.
+        """
+        if params.constraint is not None:
+            self._grammars.compile(params.constraint)
+
+    def adapter_folder(self, name: str) -> str | None:
+        """Folder of the newest version of an adapter, None if there is none; in any thread."""
+        try:
+            return self._folder_of(self._adapters.resolve(name))
+        except AdapterNotFoundError:
+            return None
+
+    def _find_folder(self, ref: AdapterRef) -> str | None:
+        versions = {(info.name, info.version): info.path for info in self._adapters.list()}
+        return versions.get((ref.name, ref.version))
+
+    def _new_sequence(self, request: Request, index: int, matcher: Matcher | None) -> Sequence:
         params, tokens = request.params, request.prompt_token_ids
-        sampling = SamplerState(params, tokens, self.model_info.eos_token_ids, index)
+        sampling = SamplerState(params, tokens, self.model_info.eos_token_ids, index, matcher)
         detokenizer = Detokenizer(self.tokenizer, params.skip_special_tokens)
         return Sequence(request, index, next(self._arrivals), sampling, detokenizer)
 

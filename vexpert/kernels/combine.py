@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import power_of_two
+from vexpert.kernels.common import pdl_options, pdl_wait, power_of_two
 
 
 @triton.jit
@@ -28,7 +28,9 @@ def _combine_kernel(
     TOP_K: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     BLOCK: tl.constexpr,
+    PDL: tl.constexpr,
 ):
+    pdl_wait(PDL)
     token = tl.program_id(0).to(tl.int64)
     column = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     inside = column < width
@@ -51,6 +53,7 @@ def combine(
     weights: torch.Tensor | None,
     num_experts: int,
     top_k: int,
+    pdl: bool = False,
 ) -> torch.Tensor:
     """out [T, H], see the table above."""
     assert y.is_contiguous(), y.stride()
@@ -70,6 +73,7 @@ def combine(
         TOP_K=top_k,
         HAS_WEIGHTS=weights is not None,
         BLOCK=block,
+        **pdl_options(pdl),
     )
     return out
 

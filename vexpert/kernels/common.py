@@ -1,6 +1,8 @@
 """What every kernel file needs: how a dot rounds, and the checks of the launchers."""
 
 import torch
+import triton
+import triton.language as tl
 
 
 def dot_precision(dtype: torch.dtype) -> str:
@@ -20,3 +22,22 @@ def power_of_two(value: int, least: int, most: int) -> int:
     while size < min(value, most):
         size *= 2
     return size
+
+
+@triton.jit
+def pdl_wait(PDL: tl.constexpr):
+    """Until here a kernel may run beside the one before it; from here on its writes are seen."""
+    if PDL:
+        tl.extra.cuda.gdc_wait()
+
+
+@triton.jit
+def pdl_release(PDL: tl.constexpr):
+    """From here on the next kernel may start, if all programs of this one came so far."""
+    if PDL:
+        tl.extra.cuda.gdc_launch_dependents()
+
+
+def pdl_options(pdl: bool) -> dict[str, bool]:
+    """Launch options: PDL tells the kernel, launch_pdl the driver."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

@@ -45,6 +45,11 @@ def align_up(size: int, alignment: int) -> int:
     return -(-size // alignment) * alignment
 
 
+def factor_alignment(dtype: torch.dtype) -> int:
+    """Elements that the start of every factor is a multiple of, in the buffer and in the arena."""
+    return max(1, ALIGN_BYTES // dtype.itemsize)
+
+
 @dataclass(frozen=True)
 class SiteEntry:
     """One adapter's factors of one site: offsets and strides in elements, from the buffer's start.

@@ -1,17 +1,12 @@
 """All site tables of one pool: one device tensor, one host mirror, views of both.
 
-| rows of a site, from its first | holds |
-|---|---|
-| 0, 1, 2 | rank, a_offset, a_stride |
-| 3 ... 3 + n | slice_rank of each of the n output slices |
-| then n each | slice_column, b_offset, b_stride |
-
-Columns are slots. A slot's change is one column, so it is one small copy whatever the model's size.
+A site's rows are those of `SiteTable.packed`; columns are slots. A slot's change is one column, so
+it is one small copy whatever the model's size.
 """
 
 import torch
 
-from vexpert.lora.pack import SiteEntry
+from vexpert.lora.pack import SiteEntry, factor_alignment
 from vexpert.ops.types import LoraSite, SiteTable
 
 
@@ -49,24 +44,11 @@ class Tables:
             rows += 3 + 4 * len(site.slices)
         self.host = torch.zeros(rows, num_slots, dtype=torch.int64)
         self.device = torch.zeros(rows, num_slots, dtype=torch.int64, device=arena.device)
+        ends = [*self.first_row[1:], rows]
+        alignment = factor_alignment(arena.dtype)
         self.site_tables = tuple(
-            self._view(first, len(site.slices), arena)
-            for first, site in zip(self.first_row, sites, strict=True)
-        )
-
-    def _view(self, first: int, slices: int, arena: torch.Tensor) -> SiteTable:
-        row = first + 3
-        parts = [self.device[row + i * slices : row + (i + 1) * slices] for i in range(4)]
-        return SiteTable(
-            arena=arena,
-            rank=self.device[first],
-            a_offset=self.device[first + 1],
-            a_stride=self.device[first + 2],
-            slice_rank=parts[0],
-            slice_column=parts[1],
-            b_offset=parts[2],
-            b_stride=parts[3],
-            host_rank=[0] * self.host.shape[1],
+            SiteTable(arena, self.device[first:end], [0] * num_slots, alignment)
+            for first, end in zip(self.first_row, ends, strict=False)
         )
 
     def column(self, entries: tuple[SiteEntry, ...], base: int) -> torch.Tensor:

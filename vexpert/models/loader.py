@@ -27,7 +27,7 @@ from vexpert.models.checkpoint import (
 from vexpert.models.probe import Probe
 from vexpert.models.served import TransformersModel
 from vexpert.models.support import check_supported, longest_context
-from vexpert.models.swap import attach_runners, swap_layers
+from vexpert.models.swap import attach_runners, swap_head, swap_layers
 from vexpert.models.targets import build_targets
 from vexpert.models.types import ModelInfo, ServedModel
 from vexpert.ops.backend import select_backend
@@ -70,9 +70,12 @@ def serve(
     states = LoraState(), LoraState()
     backend = select_backend(config.lora_backend, device, dtype)
     attach_runners(experts_layers, backend)
+    if backend.name == "numba":
+        _compile_norms(model)
     if config.enable_lora:
         swap_layers(model, targets, experts_layers, states, seen.on_context, backend)
     else:
+        swap_head(model)
         targets = TargetMap(text.model_type, type(model).__name__, {}, ())
     context = StepContext()
     layers = _attach_attention(seen, context)
@@ -92,6 +95,12 @@ def serve(
         cache=StepCache(context, by_index),
         cache_name=cache_name,
     )
+
+
+def _compile_norms(model: Any) -> None:
+    from vexpert.models.norms import compile_norms  # needs numba
+
+    logger.info("%d RMS norms run as one compiled call each", compile_norms(model))
 
 
 def find_targets(model: Any, text: Any, max_rank: int) -> TargetMap:

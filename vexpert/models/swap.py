@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import torch
 from torch import nn
 
 from vexpert.lora.layers import LoraEmbedding, LoraLinear, LoraLmHead, experts_hooks, wrap_router
@@ -9,6 +10,7 @@ from vexpert.lora.types import EmbeddingTarget, ExpertsTarget, LinearTarget, Lor
 from vexpert.models.experts import ExpertsLayer
 from vexpert.moe.runner import MoeRunner
 from vexpert.ops.backend import LoraBackend
+from vexpert.ops.wide_linear import Product, choose_linear
 
 
 def attach_runners(experts: dict[str, ExpertsLayer], backend: LoraBackend) -> None:
@@ -42,6 +44,29 @@ def swap_layers(
             _replace(model, path, LoraLmHead.wrap(module, target, state, backend))
         else:
             _replace(model, path, _wrap_linear(module, target, state, backend))
+
+
+class WideHead(nn.Linear):
+    """lm_head without LoRA, in the form of its product that this machine runs fastest."""
+
+    product: Product
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.product(x, self.weight, self.bias)
+
+
+def swap_head(model: Any) -> None:
+    """Replace, in place, the lm_head of a model that is served without LoRA."""
+    head = model.get_output_embeddings()
+    if type(head) is not nn.Linear:
+        return
+    wide = WideHead.__new__(WideHead)
+    wide.__dict__.update(head.__dict__)
+    wide.product = choose_linear(head.weight)
+    for path, module in model.named_modules():
+        if module is head:
+            _replace(model, path, wide)
+            return
 
 
 def _wrap_linear(

@@ -3,8 +3,13 @@
 import torch
 
 from vexpert.errors import UnsupportedError
+from vexpert.log import get_logger, log_once
 from vexpert.moe.types import ExpertWeights, MoeHooks, PairRows
-from vexpert.ops.backend import Arrangement, LoraBackend
+from vexpert.ops.activation import recognise
+from vexpert.ops.backend import Arrangement, FusedExperts, LoraBackend
+from vexpert.ops.types import ExpertsTensors
+
+logger = get_logger(__name__)
 
 NO_HOOKS = MoeHooks()
 
@@ -18,6 +23,7 @@ class MoeRunner:
         self.backend = backend
         for weight in (weights.gate_up, weights.down):
             backend.prepare_weight(weight, weights.is_transposed)
+        self.fused = _fuse(weights, backend)
 
     def __call__(
         self,
@@ -31,6 +37,8 @@ class MoeRunner:
         Pairs with a sentinel expert add nothing. Both hooks of one call get the same `rows`.
         """
         weights, backend = self.weights, self.backend
+        if self.fused is not None and (hooks is None or hooks.fused is not None):
+            return self.fused(hidden, topk_ids, topk_weights, hooks.fused if hooks else None)
         hooks = hooks or NO_HOOKS
         pairs = backend.arrange(topk_ids, weights.num_experts)
         rows = PairRows(pairs.token, pairs.expert)
@@ -50,6 +58,34 @@ class MoeRunner:
         if hooks.after_down is not None:
             hooks.after_down(inner, None, out, rows)
         return backend.combine(out, None if weights.scale_input else topk_weights, pairs)
+
+
+def _fuse(weights: ExpertWeights, backend: LoraBackend) -> FusedExperts | None:
+    """The layer as one operation, if the backend has it and knows the activation; logged."""
+    activation = recognise(
+        weights.activate, weights.has_gate, weights.is_interleaved, weights.down.device
+    )
+    if activation is None:
+        log_once(logger, f"MoE layers run step by step on {backend.name}: unknown activation")
+        return None
+
+    def view(weight: torch.Tensor) -> torch.Tensor:
+        return weight.transpose(1, 2) if weights.is_transposed else weight
+
+    fused = backend.fuse_experts(
+        ExpertsTensors(
+            gate_up=view(weights.gate_up),
+            down=view(weights.down),
+            gate_up_bias=weights.gate_up_bias,
+            down_bias=weights.down_bias,
+            activation=activation,
+            is_interleaved=weights.is_interleaved,
+            scale_input=weights.scale_input,
+        )
+    )
+    how = "step by step" if fused is None else "as one operation"
+    log_once(logger, f"MoE layers run {how} on {backend.name}, activation {activation.name}")
+    return fused
 
 
 def _scaled_rows(

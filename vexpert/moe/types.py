@@ -6,6 +6,8 @@ from typing import Protocol
 
 import torch
 
+from vexpert.ops.types import ExpertsLora
+
 
 @dataclass(frozen=True)
 class ExpertWeights:
@@ -52,7 +54,10 @@ class MoeHooks:
     """after_gate_up(x [T or P, H], ..., y [P, n*I]); after_down(x [P, I], ..., y [P, H]).
 
     y is the product with its bias, before the activation, or before the routing weight.
+    `fused` says the same as both to a fused layer, which passes it on as it is; None: this step
+    needs the calls, and so the layer step by step.
     """
 
     after_gate_up: ExpertsHook | None = None
     after_down: ExpertsHook | None = None
+    fused: ExpertsLora | None = None

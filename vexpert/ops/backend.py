@@ -14,11 +14,24 @@ import torch
 from vexpert.errors import UnsupportedError
 from vexpert.log import get_logger, log_once
 from vexpert.ops.routing import Arrangement, Routing
-from vexpert.ops.types import LoraSite, SiteTable
+from vexpert.ops.types import ExpertsLora, ExpertsTensors, LoraSite, SiteTable
 
 __all__ = ["Arrangement", "LoraBackend", "Routing", "check_operands", "select_backend"]
 
 logger = get_logger(__name__)
+
+
+class FusedExperts(Protocol):
+    """A layer's routed experts as one operation, LoRA included."""
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        lora: ExpertsLora | None,
+    ) -> torch.Tensor:
+        """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H]; sentinels add nothing."""
 
 
 class LoraBackend(Protocol):
@@ -83,6 +96,9 @@ class LoraBackend(Protocol):
         x_rows: torch.Tensor | None = None,
     ) -> None:
         """The same as `route` and `apply`, one adapter after another: the classic path."""
+
+    def fuse_experts(self, experts: ExpertsTensors) -> FusedExperts | None:
+        """The layer as one operation; None: this backend runs it step by step."""
 
     def prepare_weight(self, weight: torch.Tensor, is_transposed: bool) -> None:
         """Once at load: store an experts' weight as `grouped_gemm` likes it. In place, same values.
@@ -200,11 +216,16 @@ def check_operands(
 ) -> None:
     """Raise UnsupportedError unless x [*, in] and y [num_rows, out] fit the site and its arena."""
     arena = table.arena
-    fits = (
-        x.dtype == y.dtype == arena.dtype
-        and x.is_cuda == y.is_cuda == arena.is_cuda
-        and x.shape[1:] == (site.in_features,)
-        and y.shape == (num_rows, site.out_features)
+    dtype, is_cuda = arena.dtype, arena.is_cuda
+    fits = (  # written for speed: once per site and step
+        x.dtype is dtype
+        and y.dtype is dtype
+        and x.is_cuda is is_cuda
+        and y.is_cuda is is_cuda
+        and x.dim() == y.dim() == 2
+        and x.size(1) == site.in_features
+        and y.size(0) == num_rows
+        and y.size(1) == site.out_features
     )
     if not fits:
         raise UnsupportedError(

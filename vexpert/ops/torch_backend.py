@@ -8,7 +8,7 @@ from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.torch_lora import Delta
 from vexpert.ops.torch_routing import IntArray, TorchArrangement, TorchRouting, ragged
 from vexpert.ops.torch_table import HostTable
-from vexpert.ops.types import LoraSite, SiteTable
+from vexpert.ops.types import ExpertsTensors, LoraSite, SiteTable
 
 
 class TorchBackend:
@@ -22,7 +22,7 @@ class TorchBackend:
     def _host(self, site: LoraSite, table: SiteTable) -> HostTable:
         host = self._host_tables.get(site.index)
         if host is None or host.table is not table:
-            host = self._host_tables[site.index] = HostTable(table)
+            host = self._host_tables[site.index] = HostTable(site, table)
         return host
 
     def route(
@@ -41,6 +41,18 @@ class TorchBackend:
     ) -> None:
         assert isinstance(routing, TorchRouting)
         check_operands(self.name, x, y, site, table, routing.num_rows)
+        self._apply(x, y, site, table, routing, x_rows)
+
+    def _apply(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        site: LoraSite,
+        table: SiteTable,
+        routing: TorchRouting,
+        x_rows: torch.Tensor | None,
+    ) -> None:
+        """`apply` of operands that fit."""
         if len(routing.pairs.rows):
             Delta(x, site, self._host(site, table), x_rows).add(y, routing)
 
@@ -94,6 +106,9 @@ class TorchBackend:
     ) -> None:
         check_operands(self.name, x, y, site, table, slots.shape[0])
         per_adapter.apply_per_adapter(x, y, site, table, slots, experts, active_slots, x_rows)
+
+    def fuse_experts(self, experts: ExpertsTensors) -> None:
+        """Step by step: the products are PyTorch's."""
 
     def prepare_weight(self, weight: torch.Tensor, is_transposed: bool) -> None:
         torch_gemm.store_input_major(weight, is_transposed)

@@ -40,20 +40,34 @@ class Segment:
 
 @dataclass(frozen=True)
 class TorchRouting(Routing):
-    """Which virtual expert each of `num_rows` rows needs; inactive rows are left out of `pairs`."""
+    """Which virtual expert each row needs. What is derived from that is computed when asked for."""
 
     num_experts: int
-    pairs: Pairs
-    whole: bool  # every row is active: pairs.rows is 0, 1, 2, ...
+    slots: IntArray  # [num_rows] adapter slot, or < 0
+    experts: IntArray | None  # [num_rows] local expert, or a sentinel; None: a dense layer
+
+    @cached_property
+    def whole(self) -> bool:
+        """Whether every row is active."""
+        if not self.num_rows:
+            return True
+        experts = self.experts
+        return bool(self.slots.min() >= 0) and (
+            experts is None or _all_below(experts, self.num_experts)
+        )
+
+    @cached_property
+    def pairs(self) -> Pairs:
+        """The active rows, ascending."""
+        experts = np.zeros_like(self.slots) if self.experts is None else self.experts
+        pairs = Pairs(steps(self.num_rows), self.slots, experts)
+        if self.whole:
+            return pairs
+        return pairs.take((self.slots >= 0) & (experts >= 0) & (experts < self.num_experts))
 
     @cached_property
     def active_slots(self) -> tuple[int, ...]:
         return tuple(sorted(set(self.pairs.slots.tolist())))
-
-    @cached_property
-    def slot_array(self) -> IntArray:
-        """`active_slots` as an array."""
-        return np.array(self.active_slots, dtype=np.int64)
 
     @cached_property
     def virtual(self) -> IntArray:
@@ -110,16 +124,8 @@ def repeated(count: int, times: int) -> IntArray:
 
 def route(slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int) -> TorchRouting:
     """Routing of slots [P] and experts [P] (None: a dense layer), both int64 on the CPU."""
-    slot: IntArray = slots.numpy()
-    expert: IntArray = np.zeros_like(slot) if experts is None else experts.numpy()
-    pairs = Pairs(steps(len(slot)), slot, expert)
-    whole = not len(slot) or (
-        bool(slot.min() >= 0) and (experts is None or _all_below(expert, num_experts))
-    )
-    if not whole:
-        active = (slot >= 0) & (expert >= 0) & (expert < num_experts)
-        pairs = pairs.take(active)
-    return TorchRouting(len(slot), num_experts, pairs, whole)
+    local = None if experts is None else experts.numpy()
+    return TorchRouting(slots.shape[0], num_experts, slots.numpy(), local)
 
 
 def _all_below(values: IntArray, limit: int) -> bool:

@@ -82,8 +82,11 @@ class FactorStarts:
 class HostTable:
     """The arrays of a SiteTable as numpy views of the same memory, so always up to date."""
 
-    def __init__(self, table: SiteTable) -> None:
+    def __init__(self, site: LoraSite, table: SiteTable) -> None:
         self.table = table
+        parts = [(part.start, part.size, part.stride) for part in site.slices]
+        self.parts: IntArray = np.array(parts, dtype=np.int64).reshape(-1, 3)
+        self.packed: IntArray = table.packed.numpy()
         self.arena = table.arena.numpy() if table.arena.dtype == torch.float32 else None
         self.rank: IntArray = table.rank.numpy()
         self.a_offset: IntArray = table.a_offset.numpy()
@@ -92,7 +95,7 @@ class HostTable:
         self.slice_column: IntArray = table.slice_column.numpy()
         self.b_offset: IntArray = table.b_offset.numpy()
         self.b_stride: IntArray = table.b_stride.numpy()
-        self._bytes: tuple[bytes, ...] = ()
+        self._bytes = b""
         self._plans: dict[tuple[int, ...], UniformPlan | None] = {}
 
     def a_start(self, pairs: Pairs) -> IntArray:
@@ -109,15 +112,7 @@ class HostTable:
 
     def plan(self, site: LoraSite, slots: tuple[int, ...]) -> UniformPlan | None:
         """The plan for pairs of `slots`, or None if they do not lie alike."""
-        now = (
-            self.rank.tobytes(),
-            self.a_offset.tobytes(),
-            self.a_stride.tobytes(),
-            self.slice_rank.tobytes(),
-            self.slice_column.tobytes(),
-            self.b_offset.tobytes(),
-            self.b_stride.tobytes(),
-        )
+        now = self.packed.tobytes()
         if now != self._bytes or len(self._plans) > 64:
             self._bytes = now
             self._plans.clear()

@@ -11,8 +11,9 @@ from vexpert.kernels.grouped_gemm import grouped_gemm
 from vexpert.kernels.lora_expand import SliceRun, lora_expand
 from vexpert.kernels.lora_shrink import lora_shrink
 from vexpert.ops.backend import check_operands
+from vexpert.ops.fused_experts import MAX_EXPERTS, FusedExpertsKernel
 from vexpert.ops.routing import Arrangement, Routing
-from vexpert.ops.types import LoraSite, OutputSlice, SiteTable
+from vexpert.ops.types import ExpertsTensors, LoraSite, OutputSlice, SiteTable
 
 
 @dataclass(frozen=True)
@@ -132,6 +133,11 @@ class TritonBackend:
                 own = torch.where(slots == slot, slots, -1)
                 routing = self.route(own, experts, site.num_experts, len(table.host_rank))
                 self.apply(x, y, site, table, routing, x_rows)
+
+    def fuse_experts(self, experts: ExpertsTensors) -> FusedExpertsKernel | None:
+        """None above MAX_EXPERTS experts."""
+        fits = experts.down.shape[0] <= MAX_EXPERTS
+        return FusedExpertsKernel(experts) if fits else None
 
     def prepare_weight(self, weight: torch.Tensor, is_transposed: bool) -> None:
         """Nothing to do: the kernel reads both layouts."""

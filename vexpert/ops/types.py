@@ -5,8 +5,11 @@ a token for a dense Linear, a (token, k-th expert) pair for routed experts.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
+
+from vexpert.kernels.activations import Activation
 
 
 @dataclass(frozen=True)
@@ -44,16 +47,84 @@ class SiteTable:
       B^T = arena[b_offset[i, s] + e * b_stride[i, s]:]        viewed [slice_rank[i, s], slice size]
     Slice i multiplies shrunk columns `slice_column[i, s] ...+ slice_rank[i, s]`. A stride of 0 is a
     factor shared by all experts. rank 0: the slot does not adapt this site. B holds the scale.
+
+    `packed` holds all of these arrays, one row each, in the order of the properties below: one
+    argument where eight would cost more than the work. The properties are views of it.
     """
 
     arena: torch.Tensor  # [N] weights, on the device
-    rank: torch.Tensor  # [S] int64
-    a_offset: torch.Tensor  # [S] int64
-    a_stride: torch.Tensor  # [S] int64
-    slice_rank: torch.Tensor  # [n, S] int64
-    slice_column: torch.Tensor  # [n, S] int64
-    b_offset: torch.Tensor  # [n, S] int64
-    b_stride: torch.Tensor  # [n, S] int64
+    packed: torch.Tensor  # [3 + 4 * n, S] int64, for a site of n output slices
     host_rank: list[
         int
     ]  # [S] copy of `rank` on the host: decides, without a sync, what can be skipped
+    alignment: int = 1  # every factor starts at a multiple of so many elements
+
+    @cached_property
+    def rank(self) -> torch.Tensor:
+        """[S]"""
+        return self.packed[0]
+
+    @cached_property
+    def a_offset(self) -> torch.Tensor:
+        """[S]"""
+        return self.packed[1]
+
+    @cached_property
+    def a_stride(self) -> torch.Tensor:
+        """[S]"""
+        return self.packed[2]
+
+    @cached_property
+    def slice_rank(self) -> torch.Tensor:
+        """[n, S]"""
+        return self._slice_rows(0)
+
+    @cached_property
+    def slice_column(self) -> torch.Tensor:
+        """[n, S]"""
+        return self._slice_rows(1)
+
+    @cached_property
+    def b_offset(self) -> torch.Tensor:
+        """[n, S]"""
+        return self._slice_rows(2)
+
+    @cached_property
+    def b_stride(self) -> torch.Tensor:
+        """[n, S]"""
+        return self._slice_rows(3)
+
+    def _slice_rows(self, index: int) -> torch.Tensor:
+        slices = (self.packed.shape[0] - 3) // 4
+        return self.packed[3 + index * slices : 3 + (index + 1) * slices]
+
+
+@dataclass(frozen=True)
+class ExpertsTensors:
+    """Weights of a layer's routed experts as views: gate_up [E, n * I, H], down [E, H, I]."""
+
+    gate_up: torch.Tensor
+    down: torch.Tensor
+    gate_up_bias: torch.Tensor | None  # [E, n * I]
+    down_bias: torch.Tensor | None  # [E, H]
+    activation: Activation
+    is_interleaved: bool  # gate is columns 0::2 and up 1::2 of gate_up's output, not two halves
+    scale_input: bool  # the routing weight multiplies the input of gate_up, not down's output
+
+    @property
+    def columns(self) -> tuple[int, int, int]:
+        """(I, first column of up, step between columns) of gate_up's output."""
+        size = self.down.shape[2]
+        if not self.activation.has_gate:
+            return size, 0, 1
+        return (size, 1, 2) if self.is_interleaved else (size, size, 1)
+
+
+@dataclass(frozen=True)
+class ExpertsLora:
+    """One step's adapters on one layer's routed experts; a product without any is None."""
+
+    slots: torch.Tensor  # [T] int64, < 0: base
+    active_slots: tuple[int, ...]
+    gate_up: tuple[LoraSite, SiteTable] | None
+    down: tuple[LoraSite, SiteTable] | None

@@ -11,13 +11,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vexpert.engine.outputs import EngineStats, RequestOutput
 from vexpert.errors import RequestError, VexpertError
 from vexpert.log import get_logger
 from vexpert.server.interface import EngineProtocol
-from vexpert.server.progress import EngineFailedError, Failure, Sink, Tracker, Update
+from vexpert.server.progress import (
+    EngineFailedError,
+    Failure,
+    OverloadedError,
+    ShuttingDownError,
+    Sink,
+    Tracker,
+    Update,
+)
 from vexpert.server.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -26,6 +35,7 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 T = TypeVar("T")
+COMPILE_SECONDS = 90  # with the start of the process that tries constraints
 
 IDLE_CHECK = 5.0  # seconds without work after which the engine's integrity is checked, once
 
@@ -33,8 +43,19 @@ IDLE_CHECK = 5.0  # seconds without work after which the engine's integrity is c
 class AsyncEngine:
     """Runs an engine for coroutines of one event loop."""
 
-    def __init__(self, engine: EngineProtocol, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        recorder: Recorder,
+        max_queue_len: int | None = None,
+        keep_alive: float = 15.0,
+    ) -> None:
+        """`max_queue_len`: sequences accepted beyond those of one step; None: any number."""
         self.engine = engine
+        self.keep_alive = keep_alive  # seconds
+        self._most = None if max_queue_len is None else engine.config.max_num_seqs + max_queue_len
+        self.num_sequences = 0  # accepted and not ended; written by the engine thread alone
+        self._compiling = ThreadPoolExecutor(2, thread_name_prefix="vexpert-grammar")
         self.recorder = recorder
         self.failure: EngineFailedError | None = None
         self.on_failure: Callable[[], None] | None = None  # called in the event loop
@@ -60,6 +81,42 @@ class AsyncEngine:
             self._stopping = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+
+    def check_room(self, count: int = 1) -> None:
+        """Raise OverloadedError if `count` more sequences would be too many."""
+        if self._most is not None and self.num_sequences + count > self._most:
+            message = (
+                f"{self.num_sequences} sequences run or wait, and {self._most} may; try again later"
+            )
+            raise OverloadedError(message)
+
+    async def prepare(self, params: "SamplingParams") -> None:
+        """Compile the constraint of `params` beside the steps. Raises RequestError."""
+        if params.constraint is None:
+            return
+        work = asyncio.get_running_loop().run_in_executor(
+            self._compiling, self.engine.prepare, params
+        )
+        try:
+            await asyncio.wait_for(work, COMPILE_SECONDS)
+        except TimeoutError:
+            rule = f"compiling takes more than {COMPILE_SECONDS} seconds; simplify it"
+            raise params.constraint.refusal(rule) from None
+
+    async def cut(self, message: str) -> None:
+        """Abort every request; each gets a ShuttingDownError that says `message`."""
+        failure = ShuttingDownError(message)
+
+        def command() -> list[Sink]:
+            sinks = [tracker.sink for tracker in self._trackers.values()]
+            for request_id in list(self._trackers):
+                self._abort(request_id)
+            return sinks
+
+        with contextlib.suppress(EngineFailedError):
+            for sink in await self._call(command):
+                sink(failure)
 
     async def add(
         self,
@@ -77,12 +134,16 @@ class AsyncEngine:
         Raises what the engine raises. If the caller is cancelled meanwhile, the request is aborted.
         """
         tracker = Tracker(
-            request_id, adapter, len(prompt_token_ids), every_step, sink, time.perf_counter()
+            *(request_id, adapter, len(prompt_token_ids), every_step, sink),
+            num_sequences=params.n,
+            arrival=time.perf_counter(),
         )
 
         def command() -> None:
+            self.check_room(params.n)
             self.engine.add_request(request_id, prompt, prompt_token_ids, params, adapter)
             self._trackers[request_id] = tracker
+            self.num_sequences += params.n
             self.recorder.added(tracker)
 
         try:
@@ -187,7 +248,7 @@ class AsyncEngine:
     ) -> None:
         try:
             result = function()
-        except VexpertError as error:
+        except (VexpertError, OverloadedError) as error:
             self._to_loop(_set_error, future, error)
         except Exception as error:
             logger.exception("a request met an error of the engine")
@@ -210,6 +271,7 @@ class AsyncEngine:
         self.recorder.stepped(tracker, tracker.count(output), now)
         if output.finished:
             del self._trackers[output.request_id]
+            self.num_sequences -= tracker.num_sequences
             reasons = [part.finish_reason or "abort" for part in output.outputs]
             self.recorder.finished(tracker, reasons, now)
         if output.error is not None:
@@ -220,6 +282,7 @@ class AsyncEngine:
     def _abort(self, request_id: str) -> None:
         tracker = self._trackers.pop(request_id, None)
         if tracker is not None:
+            self.num_sequences -= tracker.num_sequences
             self.engine.abort(request_id)
             self.recorder.finished(tracker, ["abort"], time.perf_counter())
 

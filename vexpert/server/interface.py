@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 
 class EngineProtocol(Protocol):
-    """An engine. What is about adapters may run beside `step`, everything else may not."""
+    """An engine. Only the calls about adapters and `prepare` may run beside `step`."""
 
     config: "EngineConfig"
     max_model_len: int  # tokens of prompt and output together
@@ -36,6 +36,12 @@ class EngineProtocol(Protocol):
     @property
     def model_info(self) -> "ModelInfo":
         """Facts of the loaded model."""
+
+    def prepare(self, params: "SamplingParams") -> None:
+        """Compile what `params` constrain the output to. Raises RequestError."""
+
+    def adapter_folder(self, name: str) -> str | None:
+        """Folder of the newest version of an adapter; None if there is none."""
 
     def add_request(
         self,

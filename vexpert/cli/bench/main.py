@@ -4,6 +4,7 @@ import argparse
 import importlib
 
 KINDS = {
+    "kernel": ("vexpert.cli.bench.kernel", "one MoE layer without and with LoRA, beside its floor"),
     "throughput": ("vexpert.cli.bench.throughput", "tokens/s of a model in this process"),
     "serve": ("vexpert.cli.bench.serve", "latency and throughput of a running server"),
 }

@@ -1,6 +1,7 @@
 """LoRA on routed experts: the hooks that the MoE runner calls, or none."""
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import torch
 
@@ -9,6 +10,7 @@ from vexpert.lora.layers.rows import SiteDelta
 from vexpert.lora.types import BatchView, ExpertsTarget, LoraState
 from vexpert.moe.types import MoeHooks, PairRows
 from vexpert.ops.backend import LoraBackend
+from vexpert.ops.types import ExpertsLora
 
 
 class _ExpertsLora:
@@ -26,13 +28,28 @@ class _ExpertsLora:
             (False, True): MoeHooks(after_down=down),
             (True, True): MoeHooks(after_gate_up=up, after_down=down),
         }
+        self._fuses = backend.name == "triton"
 
     def hooks(self) -> MoeHooks | None:
         """The hooks of this step: only those whose product an active slot adapts."""
         view = self.state.view
         if view is None:
             return None
-        return self._hooks[self.gate_up.is_adapted(view), self.down.is_adapted(view)]
+        adapted = self.gate_up.is_adapted(view), self.down.is_adapted(view)
+        hooks = self._hooks[adapted]
+        if hooks is None or not self._can_fuse(view):
+            return hooks
+        up, down = (
+            (delta.site, delta.table) if is_adapted else None
+            for delta, is_adapted in zip((self.gate_up, self.down), adapted, strict=True)
+        )
+        return replace(hooks, fused=ExpertsLora(view.slots, view.active_slots, up, down))
+
+    def _can_fuse(self, view: BatchView) -> bool:
+        """Extras and the classic path need the layer step by step."""
+        sites = self.gate_up.site.index, self.down.site.index
+        has_extras = any(index in self.state.extras for index in sites)
+        return self._fuses and view.use_virtual_experts and not has_extras
 
     def after_gate_up(
         self, x: torch.Tensor, x_rows: torch.Tensor | None, y: torch.Tensor, rows: PairRows
@@ -62,7 +79,7 @@ class _ExpertsLora:
             groups = cached[1]
             assert isinstance(groups, RowGroups)
             return groups
-        groups = self.gate_up.group(view, view.slots[rows.token], rows.expert)
+        groups = self.gate_up.group(view, view.slots.index_select(0, rows.token), rows.expert)
         self.state.cache[self.key] = (rows, groups)
         return groups
 

@@ -8,15 +8,17 @@ from vexpert.errors import UnsupportedError
 from vexpert.lora.layers.rows import SiteDelta
 from vexpert.lora.types import BatchView, LinearTarget, LoraState
 from vexpert.ops.backend import LoraBackend
+from vexpert.ops.wide_linear import Product, choose_linear
 
 
 class LoraLinear(nn.Linear):
-    """y = W x + b + B A x. Without a view, or if no active slot adapts it: exactly F.linear.
+    """y = W x + b + B A x. Without a view, or if no active slot adapts it: the base alone.
 
     Build it with `wrap`: it takes over the parameters of a loaded nn.Linear, nothing is copied.
     """
 
     delta: SiteDelta
+    product: Product = staticmethod(functional.linear)
     rows_key = "tokens"  # routing shared by all layers over the same rows
 
     @classmethod
@@ -44,7 +46,7 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]; the leading dimensions, flattened, are the step's rows."""
-        y = functional.linear(x, self.weight, self.bias)
+        y = self.product(x, self.weight, self.bias)
         view = self.delta.state.view
         if view is not None and self.delta.is_adapted(view):
             groups = self.delta.shared_group(view, self.rows_key, self.slots(view))
@@ -57,6 +59,15 @@ class LoraLmHead(LoraLinear):
     """lm_head: its rows are those whose logits the step wants."""
 
     rows_key = "logits"
+
+    @classmethod
+    def wrap(
+        cls, linear: nn.Linear, target: LinearTarget, state: LoraState, backend: LoraBackend
+    ) -> nn.Module:
+        module = super().wrap(linear, target, state, backend)
+        assert isinstance(module, LoraLmHead)
+        module.product = choose_linear(linear.weight)
+        return module
 
     def slots(self, view: BatchView) -> torch.Tensor:
         return view.logit_slots

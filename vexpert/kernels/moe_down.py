@@ -1,0 +1,332 @@
+"""down product, LoRA expand and routing weight: out[pair[p]] = weight[p] * (W inter[p] + ... ).
+
+At position p of expert e and slot s, q = pair[p]:
+  out[q] = topk_weights[q] * (W[e] inter[p] + bias[e] + B[s, e] (sum over planes j of h[j, p]))
+
+| array | shape | holds |
+|---|---|---|
+| inter | [P, I] | by position |
+| weight | [E, H, I] in any strides | |
+| h | [PLANES, P, max_rank] float32 | by position |
+| topk_weights | [T, K] or None | None: ones |
+| out | [P, H] | by pair; rows of sentinels unspecified |
+"""
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.moe_gate_up import (
+    Expand,
+    TileShape,
+    expand_options,
+    expand_tensors,
+    weight_rows,
+)
+from vexpert.kernels.moe_order import PairOrder
+from vexpert.kernels.moe_tiles import (
+    items_of,
+    load_b,
+    read_tile,
+    shrunk_of_items,
+    shrunk_rows,
+    spread_rows,
+)
+
+
+@triton.jit
+def _down_tile(
+    expert,
+    tile,
+    start,
+    end,
+    block,
+    inter,
+    inter_rows,
+    weight,
+    weight_rows,
+    bias,
+    topk_weights,
+    out,
+    pair_at,
+    run_end,
+    tile_runs,
+    tile_num_runs,
+    h,
+    arena,
+    address,
+    rank,
+    num_pairs,
+    depth,
+    size,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    max_rank,
+    TOP_K: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    PLANES: tl.constexpr,
+    BY_RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ITEM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RUN_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    position = start + tl.arange(0, BLOCK_M)
+    mine = position < end
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < size
+    k = tl.arange(0, BLOCK_K)
+    expert = expert.to(tl.int64)
+    x_at = inter + position.to(tl.int64)[:, None] * depth + k[None, :]
+    w_at = weight + expert * stride_we
+    w_at += n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+    line = (expert * size + block * BLOCK_N).to(tl.int32)
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if HAS_LORA:
+        dtype: tl.constexpr = arena.dtype.element_ty
+        plane = num_pairs * max_rank
+        if EARLY:
+            pdl_wait(PDL)
+        if BY_RUN and EARLY:
+            rows = shrunk_rows(
+                h, rank, position, mine, plane, num_pairs, max_rank, 4, 0, BLOCK_R, dtype, PLANES
+            )
+        if PREFETCH:
+            first0, stop0, exists0, r0 = items_of(
+                0, tile, start, end, run_end, tile_runs, tile_num_runs,
+                BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+            )  # fmt: skip
+            used0, b_tile0 = load_b(
+                arena, address, rank, first0, exists0, r0, n, inside, size, num_pairs, 4, ALIGNMENT
+            )
+    for first in range(0, depth, BLOCK_K):
+        if TMA:
+            x_tile = inter_rows.load([start, first])
+            w_tile = weight_rows.load([line, first]).T
+        elif EVEN:
+            x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
+            w_tile = tl.load(w_at)
+        else:
+            within = first + k < depth
+            x_tile = tl.load(x_at, mask=mine[:, None] & within[None, :], other=0.0)
+            w_tile = tl.load(w_at, mask=inside[None, :] & within[:, None], other=0.0)
+        total = tl.dot(x_tile, w_tile, total, input_precision=PRECISION)
+        x_at += BLOCK_K
+        w_at += BLOCK_K * stride_wk
+    if HAS_BIAS:
+        total += tl.load(bias + expert * size + n, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if HAS_LORA:
+        if not EARLY:
+            pdl_wait(PDL)  # for the shrink; inter was complete before this kernel could start
+        count = end - start
+        if BY_RUN:
+            count = tl.load(tile_num_runs + tile)
+        for step in tl.static_range(RANK_STEPS):
+            if BY_RUN and not EARLY:
+                rows = shrunk_rows(
+                    h, rank, position, mine, plane, num_pairs, max_rank, 4, step, BLOCK_R, dtype,
+                    PLANES,
+                )  # fmt: skip
+            if PREFETCH:
+                own = (position[:, None] >= first0[None, :]) & (position[:, None] < stop0[None, :])
+                if BY_RUN:
+                    h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
+                else:
+                    h_tile = shrunk_of_items(
+                        h, rank, first0, own, used0, r0, plane, num_pairs, max_rank, 4, dtype,
+                        PLANES,
+                    )  # fmt: skip
+                total = tl.dot(h_tile, b_tile0, total, input_precision=PRECISION)
+            for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
+                first_at, stop, exists, r = items_of(
+                    item, tile, start, end, run_end, tile_runs, tile_num_runs,
+                    BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+                )  # fmt: skip
+                r += step * BLOCK_R
+                own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
+                used, b_tile = load_b(
+                    arena, address, rank, first_at, exists, r, n, inside, size, num_pairs, 4,
+                    ALIGNMENT,
+                )  # fmt: skip
+                if BY_RUN:
+                    h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
+                else:
+                    h_tile = shrunk_of_items(
+                        h, rank, first_at, own, used, r, plane, num_pairs, max_rank, 4, dtype,
+                        PLANES,
+                    )  # fmt: skip
+                total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
+    pair = position
+    if not IDENTITY:
+        pair = tl.load(pair_at + position, mask=mine, other=0)
+    if HAS_WEIGHTS:
+        total *= tl.load(topk_weights + pair, mask=mine, other=0.0).to(tl.float32)[:, None]
+    target = out + pair.to(tl.int64)[:, None] * size + n[None, :]
+    tl.store(target, total.to(out.dtype.element_ty), mask=mine[:, None] & inside[None, :])
+
+
+@triton.jit
+def _down_kernel(
+    inter,
+    inter_rows,
+    inter_tail_rows,
+    weight,
+    weight_rows,
+    bias,
+    topk_weights,
+    out,
+    topk_ids,
+    pair_at,
+    run_end,
+    tile_expert,
+    tile_start,
+    tile_end,
+    num_tiles,
+    tile_runs,
+    tile_num_runs,
+    h,
+    arena,
+    address,
+    rank,
+    num_pairs,
+    num_experts,
+    depth,
+    size,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    max_rank,
+    TOP_K: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    PLANES: tl.constexpr,
+    BY_RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ITEM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RUN_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_release(PDL)
+    # With a shrink between, inter was complete before this kernel could start: wait later.
+    pdl_wait(PDL and not HAS_LORA)
+    blocks = tl.cdiv(size, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    expert, start, end = read_tile(
+        tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY
+    )
+    if end < 0:
+        return
+    if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
+        _down_tile(
+            expert, tile, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias,
+            topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
+            rank, num_pairs, depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K,
+            IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
+            TAIL_M, BLOCK_N, BLOCK_K, PDL,
+        )  # fmt: skip
+    else:
+        _down_tile(
+            expert, tile, start, end, block, inter, inter_rows, weight, weight_rows, bias,
+            topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
+            rank, num_pairs, depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K,
+            IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
+            BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+        )  # fmt: skip
+
+
+def moe_down(
+    inter: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    topk_weights: torch.Tensor | None,
+    order: PairOrder,
+    shape: TileShape,
+    lora: Expand | None = None,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """out [P, H], see the table above; weight [E, H, I] (a view, if transposed)."""
+    pairs, depth = inter.shape
+    size = weight.shape[1]
+    out = torch.empty(pairs, size, dtype=inter.dtype, device=inter.device)
+    none = inter
+    tiles = pairs if order.is_identity else order.max_tiles
+    tail_m = shape.tail_m or order.block_m
+    rows = [inter, inter]
+    if shape.tma:
+        rows = [
+            TensorDescriptor.from_tensor(inter, [m, shape.block_k]) for m in (order.block_m, tail_m)
+        ]
+    _down_kernel[(tiles * triton.cdiv(size, shape.block_n),)](
+        inter,
+        *rows,
+        weight,
+        weight_rows(weight, shape) if shape.tma else weight,
+        none if bias is None else bias,
+        none if topk_weights is None else topk_weights,
+        out,
+        order.topk_ids,
+        order.pair,
+        order.run_end,
+        order.tile_expert,
+        order.tile_start,
+        order.tile_end,
+        order.num_tiles,
+        *expand_tensors(lora, order, none),
+        pairs,
+        order.num_experts,
+        depth,
+        size,
+        *weight.stride(),
+        0 if lora is None else lora.factors.max_rank,
+        TOP_K=order.top_k,
+        IDENTITY=order.is_identity,
+        HAS_BIAS=bias is not None,
+        HAS_WEIGHTS=topk_weights is not None,
+        **expand_options(lora, size),
+        EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
+        TMA=shape.tma,
+        PRECISION=dot_precision(inter.dtype),
+        RUN_STRIDE=order.block_m,
+        BLOCK_M=order.block_m,
+        TAIL_M=tail_m,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=shape.block_k,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **pdl_options(pdl),
+    )
+    return out

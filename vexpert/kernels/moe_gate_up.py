@@ -1,0 +1,467 @@
+"""gate_up product, LoRA expand and activation in one.
+
+At position p of expert e and slot s, x = hidden[pair[p] / K]:
+  g, u         = W[e] x + bias[e] + B[s, e] (sum over planes j of h[j, p])     h: see `moe_shrink`
+  inter[p]     = activation(g, u)                          [I], in x's dtype
+
+| array | shape | holds |
+|---|---|---|
+| hidden | [T, H], or [P, H] when SCALED | inputs of tokens, or of pairs |
+| weight | [E, n * I, H], any strides | gate at column_step * i, up at up_start + column_step * i |
+| h | [PLANES, P, max_rank] float32 | shrunk rows by position |
+| inter | [P, I] | by position |
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+from triton.tools.tensor_descriptor import TensorDescriptor
+
+from vexpert.kernels.activate import activate
+from vexpert.kernels.activations import Activation
+from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.moe_factors import SiteFactors
+from vexpert.kernels.moe_order import PairOrder
+from vexpert.kernels.moe_runs import TileRuns
+from vexpert.kernels.moe_tiles import (
+    items_of,
+    load_b,
+    read_tile,
+    shrunk_of_items,
+    shrunk_rows,
+    spread_rows,
+)
+
+
+@dataclass(frozen=True)
+class Expand:
+    """LoRA of one product: shrunk rows, factors, and how items are stacked."""
+
+    h: torch.Tensor  # [PLANES, P, max_rank] float32
+    factors: SiteFactors
+    runs: TileRuns | None  # None: every row is an item
+    group: int  # items of one dot
+    item_stages: int = 1  # of the loop over groups
+    prefetch: bool = False  # the first group's B before the base product; ranks of one step only
+    early: bool = False  # shrunk rows too: the product then waits for the shrink; runs only
+
+
+@dataclass(frozen=True)
+class TileShape:
+    """Columns and depth of a tile, and how Triton runs it."""
+
+    block_n: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+    tail_m: int = (
+        0  # rows of the smaller tile that an expert's last pairs take if they fit; 0: none
+    )
+    tma: bool = False  # weights through the tensor memory accelerator: [E, N, K] contiguous
+
+
+def weight_rows(weight: torch.Tensor, shape: TileShape) -> TensorDescriptor:
+    """All experts' rows [E * N, K] for block loads of [block_n, block_k]."""
+    assert weight.is_contiguous(), weight.stride()
+    rows = weight.view(-1, weight.shape[2])
+    return TensorDescriptor.from_tensor(rows, [shape.block_n, shape.block_k])
+
+
+def expand_tensors(
+    lora: Expand | None, order: PairOrder, none: torch.Tensor
+) -> tuple[torch.Tensor, ...]:
+    """tile_runs, tile_num_runs, h, arena, address and rank, in the kernels' order."""
+    if lora is None:
+        return (none,) * 6
+    assert order.factors is not None
+    runs = lora.runs
+    lists = (none, none) if runs is None else (runs.tile_runs, runs.tile_num_runs)
+    return *lists, lora.h, lora.factors.arena, order.factors.address, order.factors.rank
+
+
+def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
+    """The constants of LoRA that the kernels share."""
+    if lora is None:
+        off = dict.fromkeys(("HAS_LORA", "BY_RUN", "PREFETCH", "EARLY"), False)
+        ones = dict.fromkeys(("PLANES", "GROUP", "ITEM_STAGES", "RANK_STEPS", "ALIGNMENT"), 1)
+        return {**off, **ones, "BLOCK_R": 16}
+    block_r = power_of_two(lora.factors.slice_max_rank, 16, 64)
+    return {
+        "HAS_LORA": True,
+        "PLANES": lora.h.shape[0],
+        "BY_RUN": lora.runs is not None,
+        # A dot is at least 16 deep, and a tile of B at most 128 rows.
+        "GROUP": max(min(lora.group, 128 // block_r), 16 // block_r),
+        "ITEM_STAGES": lora.item_stages,
+        "PREFETCH": lora.prefetch and lora.factors.slice_max_rank <= block_r,
+        "EARLY": lora.early and lora.factors.slice_max_rank <= block_r,
+        "BLOCK_R": block_r,
+        "RANK_STEPS": triton.cdiv(lora.factors.slice_max_rank, block_r),
+        "ALIGNMENT": lora.factors.alignment_of(size),
+    }
+
+
+@triton.jit
+def _gate_up_tile(
+    expert,
+    tile,
+    start,
+    end,
+    block,
+    hidden,
+    weight,
+    weight_rows,
+    bias,
+    inter,
+    pair_at,
+    run_end,
+    tile_runs,
+    tile_num_runs,
+    h,
+    arena,
+    address,
+    rank,
+    num_pairs,
+    depth,
+    size,
+    stride_x,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    up_start,
+    column_step,
+    max_rank,
+    TOP_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    PLANES: tl.constexpr,
+    BY_RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ITEM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RUN_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    position = start + tl.arange(0, BLOCK_M)
+    mine = position < end
+    source = position
+    if not IDENTITY:
+        source = tl.load(pair_at + position, mask=mine, other=0)
+    if not SCALED:
+        source = source // TOP_K
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < size
+    k = tl.arange(0, BLOCK_K)
+    expert = expert.to(tl.int64)
+    column = n.to(tl.int64) * column_step
+    x_at = hidden + source.to(tl.int64)[:, None] * stride_x + k[None, :]
+    gate_at = weight + expert * stride_we + column[None, :] * stride_wn + k[:, None] * stride_wk
+    up_at = gate_at + up_start * stride_wn
+    line = (expert * (size * (2 if GATED else 1)) + block * BLOCK_N).to(tl.int32)
+    gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    if HAS_LORA:
+        dtype: tl.constexpr = arena.dtype.element_ty
+        plane = num_pairs * max_rank
+        if EARLY:
+            pdl_wait(PDL)
+        if BY_RUN and EARLY:
+            gate_rows = shrunk_rows(
+                h, rank, position, mine, plane, num_pairs, max_rank, 2, 0, BLOCK_R, dtype, PLANES
+            )
+            if GATED:
+                up_rows = shrunk_rows(
+                    h, rank, position, mine, plane, num_pairs, max_rank, 3, 0, BLOCK_R, dtype,
+                    PLANES,
+                )  # fmt: skip
+        if PREFETCH:
+            first0, stop0, exists0, r0 = items_of(
+                0, tile, start, end, run_end, tile_runs, tile_num_runs,
+                BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+            )  # fmt: skip
+            gate_used0, b_gate0 = load_b(
+                arena, address, rank, first0, exists0, r0, n, inside, size, num_pairs, 2, ALIGNMENT
+            )
+            if GATED:
+                up_used0, b_up0 = load_b(
+                    arena, address, rank, first0, exists0, r0, n, inside, size, num_pairs, 3,
+                    ALIGNMENT,
+                )  # fmt: skip
+    for first in range(0, depth, BLOCK_K):
+        if TMA:
+            x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
+            gate_tile = weight_rows.load([line, first]).T
+        elif EVEN:
+            x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
+            gate_tile = tl.load(gate_at)
+        else:
+            within = first + k < depth
+            x_tile = tl.load(x_at, mask=mine[:, None] & within[None, :], other=0.0)
+            keep = inside[None, :] & within[:, None]
+            gate_tile = tl.load(gate_at, mask=keep, other=0.0)
+        gate = tl.dot(x_tile, gate_tile, gate, input_precision=PRECISION)
+        if GATED:
+            if TMA:
+                up_tile = weight_rows.load([line + up_start, first]).T
+            elif EVEN:
+                up_tile = tl.load(up_at)
+            else:
+                up_tile = tl.load(up_at, mask=keep, other=0.0)
+            up = tl.dot(x_tile, up_tile, up, input_precision=PRECISION)
+        x_at += BLOCK_K
+        gate_at += BLOCK_K * stride_wk
+        up_at += BLOCK_K * stride_wk
+    if HAS_BIAS:
+        bias_at = bias + expert * (size * (2 if GATED else 1)) + column
+        gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)[None, :]
+        if GATED:
+            up += tl.load(bias_at + up_start, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if HAS_LORA:
+        if not EARLY:
+            pdl_wait(PDL)  # for the shrink; the order was complete before this kernel could start
+        count = end - start
+        if BY_RUN:
+            count = tl.load(tile_num_runs + tile)
+        for step in tl.static_range(RANK_STEPS):
+            if BY_RUN and not EARLY:
+                gate_rows = shrunk_rows(
+                    h, rank, position, mine, plane, num_pairs, max_rank, 2, step, BLOCK_R, dtype,
+                    PLANES,
+                )  # fmt: skip
+                if GATED:
+                    up_rows = shrunk_rows(
+                        h, rank, position, mine, plane, num_pairs, max_rank, 3, step, BLOCK_R,
+                        dtype, PLANES,
+                    )  # fmt: skip
+            if PREFETCH:
+                own = (position[:, None] >= first0[None, :]) & (position[:, None] < stop0[None, :])
+                if BY_RUN:
+                    h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
+                else:
+                    h_gate = shrunk_of_items(
+                        h, rank, first0, own, gate_used0, r0, plane, num_pairs, max_rank, 2, dtype,
+                        PLANES,
+                    )  # fmt: skip
+                gate = tl.dot(h_gate, b_gate0, gate, input_precision=PRECISION)
+                if GATED:
+                    if BY_RUN:
+                        h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
+                    else:
+                        h_up = shrunk_of_items(
+                            h, rank, first0, own, up_used0, r0, plane, num_pairs, max_rank, 3,
+                            dtype, PLANES,
+                        )  # fmt: skip
+                    up = tl.dot(h_up, b_up0, up, input_precision=PRECISION)
+            for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
+                first_at, stop, exists, r = items_of(
+                    item, tile, start, end, run_end, tile_runs, tile_num_runs,
+                    BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+                )  # fmt: skip
+                r += step * BLOCK_R
+                own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
+                gate_used, b_gate = load_b(
+                    arena, address, rank, first_at, exists, r, n, inside, size, num_pairs, 2,
+                    ALIGNMENT,
+                )  # fmt: skip
+                if GATED:
+                    up_used, b_up = load_b(
+                        arena, address, rank, first_at, exists, r, n, inside, size, num_pairs, 3,
+                        ALIGNMENT,
+                    )  # fmt: skip
+                if BY_RUN:
+                    h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
+                else:
+                    h_gate = shrunk_of_items(
+                        h, rank, first_at, own, gate_used, r, plane, num_pairs, max_rank, 2, dtype,
+                        PLANES,
+                    )  # fmt: skip
+                gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
+                if GATED:
+                    if BY_RUN:
+                        h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
+                    else:
+                        h_up = shrunk_of_items(
+                            h, rank, first_at, own, up_used, r, plane, num_pairs, max_rank, 3,
+                            dtype, PLANES,
+                        )  # fmt: skip
+                    up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
+    out = activate(gate, up, ACTIVATION, ALPHA, LIMIT).to(inter.dtype.element_ty)
+    target = inter + position.to(tl.int64)[:, None] * size + n[None, :]
+    tl.store(target, out, mask=mine[:, None] & inside[None, :])
+
+
+@triton.jit
+def _gate_up_kernel(
+    hidden,
+    weight,
+    weight_rows,
+    bias,
+    inter,
+    topk_ids,
+    pair_at,
+    run_end,
+    tile_expert,
+    tile_start,
+    tile_end,
+    num_tiles,
+    tile_runs,
+    tile_num_runs,
+    h,
+    arena,
+    address,
+    rank,
+    num_pairs,
+    num_experts,
+    depth,
+    size,
+    stride_x,
+    stride_we,
+    stride_wn,
+    stride_wk,
+    up_start,
+    column_step,
+    max_rank,
+    TOP_K: tl.constexpr,
+    SCALED: tl.constexpr,
+    IDENTITY: tl.constexpr,
+    GATED: tl.constexpr,
+    HAS_BIAS: tl.constexpr,
+    HAS_LORA: tl.constexpr,
+    PLANES: tl.constexpr,
+    BY_RUN: tl.constexpr,
+    GROUP: tl.constexpr,
+    ITEM_STAGES: tl.constexpr,
+    PREFETCH: tl.constexpr,
+    EARLY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+    ACTIVATION: tl.constexpr,
+    ALPHA: tl.constexpr,
+    LIMIT: tl.constexpr,
+    EVEN: tl.constexpr,
+    TMA: tl.constexpr,
+    PRECISION: tl.constexpr,
+    RUN_STRIDE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    pdl_release(PDL)
+    # With a shrink between, the order was complete before this kernel could start: wait later.
+    pdl_wait(PDL and not HAS_LORA)
+    blocks = tl.cdiv(size, BLOCK_N)
+    tile = tl.program_id(0) // blocks
+    block = tl.program_id(0) % blocks
+    expert, start, end = read_tile(
+        tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY
+    )
+    if end < 0:
+        return
+    if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
+        _gate_up_tile(
+            expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
+            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, depth, size,
+            stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
+            PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
+        )  # fmt: skip
+    else:
+        _gate_up_tile(
+            expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
+            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, depth, size,
+            stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
+            PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+        )  # fmt: skip
+
+
+def moe_gate_up(
+    hidden: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    order: PairOrder,
+    columns: tuple[int, int, int],
+    activation: Activation,
+    shape: TileShape,
+    lora: Expand | None = None,
+    scaled: bool = False,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """inter [P, I], see the table above.
+
+    weight [E, N, H] (a view, if transposed); columns: (I, up_start, column_step).
+    """
+    size, up_start, step = columns
+    pairs, depth = order.num_pairs, hidden.shape[1]
+    assert hidden.stride(1) == 1, hidden.stride()
+    inter = torch.empty(pairs, size, dtype=hidden.dtype, device=hidden.device)
+    tiles = pairs if order.is_identity else order.max_tiles
+    none = hidden
+    _gate_up_kernel[(tiles * triton.cdiv(size, shape.block_n),)](
+        hidden,
+        weight,
+        weight_rows(weight, shape) if shape.tma else weight,
+        none if bias is None else bias,
+        inter,
+        order.topk_ids,
+        order.pair,
+        order.run_end,
+        order.tile_expert,
+        order.tile_start,
+        order.tile_end,
+        order.num_tiles,
+        *expand_tensors(lora, order, none),
+        pairs,
+        order.num_experts,
+        depth,
+        size,
+        hidden.stride(0),
+        *weight.stride(),
+        up_start,
+        step,
+        0 if lora is None else lora.factors.max_rank,
+        TOP_K=order.top_k,
+        SCALED=scaled,
+        IDENTITY=order.is_identity,
+        GATED=activation.has_gate,
+        HAS_BIAS=bias is not None,
+        **expand_options(lora, size),
+        ACTIVATION=activation.name,
+        ALPHA=activation.alpha,
+        LIMIT=activation.limit,
+        EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
+        TMA=shape.tma,
+        PRECISION=dot_precision(hidden.dtype),
+        RUN_STRIDE=order.block_m,
+        BLOCK_M=order.block_m,
+        TAIL_M=shape.tail_m or order.block_m,
+        BLOCK_N=shape.block_n,
+        BLOCK_K=shape.block_k,
+        num_warps=shape.num_warps,
+        num_stages=shape.num_stages,
+        **pdl_options(pdl),
+    )
+    return inter

@@ -1,0 +1,120 @@
+"""What the kernels over tiles of one expert share: reading a tile, LoRA on the rows of it.
+
+A tile may mix adapters and base rows. Its LoRA is one dot of a block-diagonal matrix of shrunk rows
+with the factors of several *items* stacked: an item is a row, or where runs are long a run of equal
+(expert, slot). All factors of a group are thus loaded at once; a loop would wait for each item.
+The first group's factors may be loaded before the base product, which then hides their latency.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def read_tile(
+    tile,
+    topk_ids,
+    tile_expert,
+    tile_start,
+    tile_end,
+    num_tiles,
+    num_experts,
+    IDENTITY: tl.constexpr,
+):
+    """(expert, first position, end); an end of -1: no such tile."""
+    if IDENTITY:
+        expert = tl.load(topk_ids + tile).to(tl.int32)
+        start = tile
+        end = tl.where((expert >= 0) & (expert < num_experts), tile + 1, -1)
+    else:
+        exists = tile < tl.load(num_tiles)
+        expert = tl.load(tile_expert + tile, mask=exists, other=0)
+        start = tl.load(tile_start + tile, mask=exists, other=0)
+        end = tl.load(tile_end + tile, mask=exists, other=-1)
+    return expert, start, end
+
+
+@triton.jit
+def items_of(
+    first_item,
+    tile,
+    start,
+    end,
+    run_end,
+    tile_runs,
+    tile_num_runs,
+    BY_RUN: tl.constexpr,
+    STRIDE: tl.constexpr,
+    GROUP: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+):
+    """Of each row of GROUP stacked factors: (first position, stop, exists, r)."""
+    stacked = tl.arange(0, GROUP * BLOCK_R)
+    item = first_item + stacked // BLOCK_R
+    if BY_RUN:
+        exists = item < tl.load(tile_num_runs + tile)
+        first = tl.load(tile_runs + tile * STRIDE + item, mask=exists, other=0)
+        stop = tl.minimum(tl.load(run_end + first, mask=exists, other=0), end)
+    else:
+        first = start + item
+        exists = first < end
+        stop = first + 1
+    return first, stop, exists, stacked % BLOCK_R
+
+
+@triton.jit
+def load_b(
+    arena, address, rank, first, exists, r, n, inside, size, num_pairs,
+    ROW: tl.constexpr, ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Of stacked factor rows: which exist, and B^T [GROUP * BLOCK_R, N]."""
+    used = exists & (r < tl.load(rank + ROW * num_pairs + first, mask=exists, other=0))
+    b_at = tl.load(address + ROW * num_pairs + first, mask=used, other=0)
+    b_at = tl.multiple_of(b_at + r * size, [ALIGNMENT])
+    b_tile = tl.load(
+        arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
+    )
+    return used, b_tile
+
+
+@triton.jit
+def _sum_planes(at, mask, plane, PLANES: tl.constexpr):
+    total = tl.load(at, mask=mask, other=0.0)
+    for i in tl.static_range(1, PLANES):
+        total += tl.load(at + i * plane, mask=mask, other=0.0)
+    return total
+
+
+@triton.jit
+def shrunk_of_items(
+    h, rank, first, own, used, r, plane, num_pairs, max_rank,
+    ROW: tl.constexpr, DTYPE: tl.constexpr, PLANES: tl.constexpr,
+):  # fmt: skip
+    """The block-diagonal matrix [M, GROUP * BLOCK_R] of items that are rows."""
+    column = tl.load(rank + (ROW + 3) * num_pairs + first, mask=used, other=0) + r
+    values = _sum_planes(h + first * max_rank + column, used, plane, PLANES).to(DTYPE)
+    return tl.where(own, values[None, :], 0.0).to(DTYPE)
+
+
+@triton.jit
+def shrunk_rows(
+    h, rank, position, mine, plane, num_pairs, max_rank,
+    ROW: tl.constexpr, STEP: tl.constexpr, BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
+    PLANES: tl.constexpr,
+):  # fmt: skip
+    """Each position's own shrunk row, [M, BLOCK_R]."""
+    own_rank = tl.load(rank + ROW * num_pairs + position, mask=mine, other=0)
+    column = tl.load(rank + (ROW + 3) * num_pairs + position, mask=own_rank > 0, other=0)
+    r = STEP * BLOCK_R + tl.arange(0, BLOCK_R)
+    at = h + (position * max_rank + column)[:, None] + r[None, :]
+    return _sum_planes(at, r[None, :] < own_rank[:, None], plane, PLANES).to(DTYPE)
+
+
+@triton.jit
+def spread_rows(rows, own, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
+    """The block-diagonal matrix [M, GROUP * BLOCK_R] of items that are runs."""
+    M: tl.constexpr = rows.shape[0]
+    if GROUP > 1:
+        wide = tl.broadcast_to(rows[:, None, :], (M, GROUP, BLOCK_R))
+        rows = tl.reshape(wide, (M, GROUP * BLOCK_R))
+    return tl.where(own, rows, 0.0).to(rows.dtype)

@@ -1,0 +1,158 @@
+"""A whole MoE layer in four launches (one token: three); LoRA adds one for each product it adapts."""
+
+import torch
+import triton
+
+from vexpert.kernels.combine import combine
+from vexpert.kernels.moe_down import moe_down
+from vexpert.kernels.moe_factors import PairFactors, SiteFactors
+from vexpert.kernels.moe_gate_up import Expand, moe_gate_up
+from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
+from vexpert.kernels.moe_order_chunks import order_many_pairs
+from vexpert.kernels.moe_runs import find_runs
+from vexpert.kernels.moe_shrink import moe_shrink
+from vexpert.ops.moe_plan import BasePlan, MoePlan, MoeShape, choose_plan
+from vexpert.ops.types import ExpertsLora, ExpertsTensors, LoraSite, SiteTable
+
+MAX_EXPERTS = 4094  # bins of the order's histogram, less two
+
+
+class FusedExpertsKernel:
+    """Implements `ops.backend.FusedExperts`. Graph capture is safe: the plan is the host's choice."""
+
+    def __init__(self, experts: ExpertsTensors) -> None:
+        assert experts.down.shape[0] <= MAX_EXPERTS, experts.down.shape
+        self.experts = experts
+        weights = (experts.gate_up, experts.down)
+        self.can_use_tma = not experts.is_interleaved and all(
+            weight.is_contiguous() and weight.data_ptr() % 16 == 0 and row_bytes(weight) % 16 == 0
+            for weight in weights
+        )
+        self.can_use_pdl = _can_use_pdl(experts.down.device)
+
+    def __call__(
+        self,
+        hidden: torch.Tensor,
+        topk_ids: torch.Tensor,
+        topk_weights: torch.Tensor,
+        lora: ExpertsLora | None,
+    ) -> torch.Tensor:
+        if hidden.shape[0] == 0:
+            return torch.empty_like(hidden)
+        adapters = 0 if lora is None else len(lora.active_slots)
+        plan = choose_plan(self.shape(topk_ids), adapters)
+        return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan)
+
+    def shape(self, topk_ids: torch.Tensor) -> MoeShape:
+        """What the plan depends on, for topk_ids [T, K]."""
+        num_experts, hidden_size, intermediate_size = self.experts.down.shape
+        return MoeShape(
+            tokens=topk_ids.shape[0],
+            top_k=topk_ids.shape[1],
+            num_experts=num_experts,
+            hidden_size=hidden_size,
+            intermediate_size=intermediate_size,
+            dtype=self.experts.down.dtype,
+            can_use_tma=self.can_use_tma,
+            can_use_pdl=self.can_use_pdl,
+        )
+
+
+def row_bytes(weight: torch.Tensor) -> int:
+    """Bytes of a row along the last dimension."""
+    return weight.shape[-1] * weight.element_size()
+
+
+def _can_use_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch: from compute capability 9.0 on."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9
+
+
+def site_factors(
+    pair: tuple[LoraSite, SiteTable] | None, active_slots: tuple[int, ...]
+) -> SiteFactors | None:
+    """A site as the kernels take it; shrunk rows are as wide as the widest active adapter needs."""
+    if pair is None:
+        return None
+    site, table = pair
+    most = max((table.host_rank[slot] for slot in active_slots), default=0)
+    slices = len(site.slices)
+    unit = 16 * slices
+    width = min(-(-max(most, 1) // unit) * unit, -(-site.max_rank // unit) * unit)
+    return SiteFactors(table.arena, table.packed, width, table.alignment)
+
+
+def fused_experts(
+    experts: ExpertsTensors,
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    lora: ExpertsLora | None,
+    plan: MoePlan,
+) -> torch.Tensor:
+    """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H] in hidden's dtype.
+
+    Pairs with a sentinel expert add nothing.
+    """
+    base, pdl = plan.base, plan.base.pdl
+    topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    order = _order(topk_ids, lora, experts.down.shape[0], base)
+    runs = find_runs(order, pdl) if lora is not None and plan.lora.by_run else None
+    x, scaled = hidden, experts.scale_input
+    if scaled:
+        scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
+        x = scaled_rows.to(hidden.dtype).view(-1, hidden.shape[1])
+
+    def expand(source: torch.Tensor, is_down: bool) -> Expand | None:
+        factors = order.factors
+        site = None if factors is None else factors.down if is_down else factors.gate_up
+        if site is None:
+            return None
+        how = plan.lora
+        shape = how.down_shrink if is_down else how.shrink
+        h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl)
+        early = how.early and how.by_run
+        return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)
+
+    inter = moe_gate_up(
+        x,
+        experts.gate_up,
+        experts.gate_up_bias,
+        order,
+        experts.columns,
+        experts.activation,
+        base.gate_up,
+        expand(x, is_down=False),
+        scaled,
+        pdl,
+    )
+    out = moe_down(
+        inter,
+        experts.down,
+        experts.down_bias,
+        None if scaled else topk_weights,
+        order,
+        base.down,
+        expand(inter, is_down=True),
+        pdl,
+    )
+    return combine(out, topk_ids.view(-1), None, experts.down.shape[0], topk_ids.shape[1], pdl)
+
+
+def _order(
+    topk_ids: torch.Tensor, lora: ExpertsLora | None, num_experts: int, plan: BasePlan
+) -> PairOrder:
+    factors = None
+    if lora is not None:
+        up = site_factors(lora.gate_up, lora.active_slots)
+        down = site_factors(lora.down, lora.active_slots)
+        factors = PairFactors.empty(lora.slots, up, down, topk_ids.numel())
+    if plan.is_identity:
+        return identity_order(topk_ids, factors, num_experts, plan.block_m, plan.pdl)
+    if plan.order_chunk:
+        return order_many_pairs(
+            topk_ids, factors, num_experts, plan.block_m, plan.pdl, plan.order_chunk
+        )
+    return order_pairs(topk_ids, factors, num_experts, plan.block_m, plan.pdl)
