@@ -9,9 +9,9 @@ import torch
 
 from vexpert.demo import adapter_paths
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import read_json
 from vexpert.lora.files import INDEX, PICKLE, SAFETENSORS, read_tensors
-from vexpert.lora.source import AdapterLoader, Source, observe
+from vexpert.lora.json_files import read_json
+from vexpert.lora.source import AdapterLoader, Source, check_path, observe
 from vexpert.lora.types import TargetMap
 
 NO_TARGETS = TargetMap("none", "None", {}, ())
@@ -59,3 +59,17 @@ def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").symlink_to(tmp_path / "gone")
     with pytest.raises(AdapterError, match="cannot be read"):
         observe(tmp_path)
+
+
+def test_files_written_again_with_their_size_and_time(tmp_path: Path) -> None:
+    path = tmp_path / SAFETENSORS
+    path.write_bytes(b"1234")
+    before, stat = observe(tmp_path), path.stat()
+    path.write_bytes(b"5678")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert observe(tmp_path) != before
+
+
+def test_an_empty_path_is_not_this_folder() -> None:
+    with pytest.raises(AdapterError, match="path is empty"):
+        check_path("")

@@ -52,7 +52,9 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
     from vexpert.lora.reader import read_adapter
 
     info, weight = model.info, model.parameter
-    reader = functools.partial(read_adapter, supported=SUPPORTED, base_weight=weight)
+    reader = functools.partial(
+        read_adapter, supported=SUPPORTED, base_weight=weight, model_name=info.name
+    )
     manager = AdapterManager(
         *(model.targets, model.lora, config, info.device, info.dtype, reader),
         reserved=_base_names(config, info),

@@ -10,6 +10,7 @@ import torch
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.files import Tensors, check_tensors
+from vexpert.lora.patterns import ORDER
 
 
 @dataclass(frozen=True)
@@ -42,6 +43,8 @@ def adapter_tensors(tensors: Any, config: Any) -> AdapterTensors:
         raise AdapterError(
             f"config={shown(config)}: give the fields of adapter_config.json as a dict"
         )
+    if hasattr(config, "to_dict"):
+        fields = {ORDER: "trainer", **fields}  # an object, unlike a file, has kept its order
     return AdapterTensors(_plain(fields), dict(tensors))
 
 

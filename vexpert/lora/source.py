@@ -1,5 +1,6 @@
 """Where an adapter comes from: its files, whether they changed, and how they are read."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,9 +9,9 @@ import torch
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import check_regular
 from vexpert.lora.build_extras import build_extras
 from vexpert.lora.formats.full import BaseWeight
+from vexpert.lora.json_files import check_regular
 from vexpert.lora.memory_source import AdapterTensors, adapter_tensors
 from vexpert.lora.pack import Allocate, PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
@@ -50,7 +51,8 @@ class Source:
         return () if self.folder is None else observe(self.folder)
 
 
-Fingerprint = tuple[tuple[str, int, int], ...]  # (name, bytes, mtime in ns) of each file
+FileState = tuple[str, int, int, int, int]  # name, bytes, mtime and ctime in ns, inode
+Fingerprint = tuple[FileState, ...]
 
 
 def fingerprint(path: Path) -> Fingerprint:
@@ -63,13 +65,20 @@ def fingerprint(path: Path) -> Fingerprint:
     for file in files:
         check_regular(file)
     stats = [(file.name, file.stat()) for file in files]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return tuple(file_state(name, stat) for name, stat in stats)
+
+
+def file_state(name: str, stat: os.stat_result) -> FileState:
+    """What changes when a file is written again, even with its size and time restored."""
+    return name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def check_path(path: Any) -> Path:
     """`path` as a Path; AdapterError if it can name no file."""
     if not isinstance(path, str | Path) or "\0" in str(path):
         raise AdapterError(f"adapter path {shown(path)}: give the path of a folder, as a string")
+    if not str(path):
+        raise AdapterError("the adapter path is empty: give the path of a folder")
     return Path(path)
 
 

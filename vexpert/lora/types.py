@@ -61,6 +61,7 @@ class TargetMap:
     # Shapes of all parameters and persistent buffers of the model by name: what full weights and
     # biases in a file are held to. Empty: only the weights of targets are known.
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    input_embedding: str = "embed_tokens"  # path of what turns token ids into the first states
 
 
 @dataclass(frozen=True)

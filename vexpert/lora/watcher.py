@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from vexpert.errors import AdapterError, AdapterNotFoundError, ConfigError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_config import CONFIG_NAME
-from vexpert.lora.source import FILE_TYPES, Fingerprint
+from vexpert.lora.source import FILE_TYPES, Fingerprint, file_state
 from vexpert.lora.types import AdapterRef
 
 if TYPE_CHECKING:
@@ -133,7 +133,7 @@ def _files(folder: Path) -> Fingerprint:
                 if os.path.splitext(entry.name)[1] in FILE_TYPES:
                     stat = entry.stat()
                     names.add(entry.name)
-                    found.append((entry.name, stat.st_size, stat.st_mtime_ns))
+                    found.append(file_state(entry.name, stat))
     except OSError:
         return ()  # removed while it was looked at, or not ours to read
     has_weights = any(name != CONFIG_NAME and not name.endswith(".json") for name in names)

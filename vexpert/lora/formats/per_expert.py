@@ -98,7 +98,7 @@ def _read_plain(
 ) -> PerExpertFactors | None:
     """The usual case without a copy: every expert, one rank, one dtype, one scale; else None."""
     experts = range(target.num_experts)
-    if projection == "gate_up" or not context.is_finite or not (set(a) == set(b) == set(experts)):
+    if projection == "gate_up" or not (set(a) == set(b) == set(experts)):
         return None
     a_parts, b_parts = (tuple(side[e].tensor for e in experts) for side in (a, b))
     inputs, outputs = dimensions(target, projection)
@@ -107,14 +107,13 @@ def _read_plain(
     dtypes = {x.dtype for x in (*a_parts, *b_parts)}
     if len(dtypes) > 1 or any(x.shape != shape for shape, xs in wanted for x in xs):
         return None
-    scales = {context.config.scale(a[e].module, rank) for e in experts}
-    if len(scales) > 1:
+    scale = context.scale(a[0].module, rank)
+    same = all(context.scale(a[e].module, rank) == scale for e in experts)
+    if not same or not context.is_in_range(scale):
         return None
-    for expert in experts:
-        scale = context.scale(a[expert].module, rank)  # notes a rank that the config denies
     name = f"{target.path}.{projection}"
     context.check_rank(name, rank)
-    context.count_pair(name, b_parts)
+    context.count_pair(name, a_parts, b_parts)
     context.note_format("per expert")
     return PerExpertFactors(a_parts, b_parts, scale)
 
