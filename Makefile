@@ -14,7 +14,7 @@ install: .venv/.serve
 .venv/.serve: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
 	$(PIP) torch
-	$(PIP) -e '.[serve,cpu]'
+	$(PIP) -e '.[serve,cpu,structured]'
 	touch $@
 
 .venv/.dev: .venv/.serve

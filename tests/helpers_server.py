@@ -5,6 +5,7 @@ change it. One character is one token. Tests may make it slow, make it fail, or 
 """
 
 import contextlib
+import json
 import threading
 import time
 from collections.abc import Callable, Iterator
@@ -49,7 +50,7 @@ def right_answer(name: str, word: str) -> str:
 class FakeTokenizer:
     """One character, one token: its code point; token 0 ends a text."""
 
-    chat_template: str | None = "fake"
+    chat_template: str | None = "fake, with tools"
 
     def encode(self, text: str, *, add_special_tokens: bool = True) -> list[int]:
         tokens = [ord(c) if ord(c) < VOCAB_SIZE else ord("?") for c in text]
@@ -65,11 +66,15 @@ class FakeTokenizer:
         tokenize: bool,
         add_generation_prompt: bool,
         note: str = "",
+        tools: Any = (),
+        chat_template: str | None = None,
     ) -> str:
         assert not tokenize
         if conversation[0]["role"] == "assistant":
             raise TemplateError("the first message must not be the assistant's")
         turns = "".join(f"<{m['role']}>{m['content']}\n" for m in conversation)
+        note += f"[{chat_template}]" if chat_template else ""
+        note += f"<tools>{json.dumps(tools)}\n" if tools else ""
         return note + turns + ("<assistant>" if add_generation_prompt else "")
 
 
@@ -111,6 +116,9 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.step_seconds = 0.0
         self.load_seconds = 0.0
+        self.integrity_checks = 0
+        self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        self.before_load: dict[str, Callable[[], Any]] = {}
         self.failure: Exception | None = None  # raised by the next step
         self.submitted: list[SamplingParams] = []
         self.prompts: list[str | None] = []
@@ -119,6 +127,12 @@ class FakeEngine:
         self.step_thread: int | None = None
         self._adapters: dict[str, AdapterInfo] = {}
         self._prompt_tokens = self._tokens = self._steps = 0
+
+    def prepare(self, params: SamplingParams) -> None:
+        """Nothing to compile: the fake engine constrains no text."""
+
+    def adapter_folder(self, name: str) -> str | None:
+        return self._adapters[name].path if name in self._adapters else None
 
     def add_request(
         self,
@@ -213,8 +227,10 @@ class FakeEngine:
         return [None, *(row(token, count) for token in request.token_ids[1:])]
 
     def load_adapter(
-        self, name: str, path: str, *, lora_B_layout: str | None = None, load_inplace: bool = False
+        self, name: str, path: str, *, load_inplace: bool = False, **options: Any
     ) -> AdapterInfo:
+        self.calls.append(("load", name, {"load_inplace": load_inplace, **options}))
+        self.before_load.get(name, lambda: None)()
         time.sleep(self.load_seconds)
         if name in self._adapters and not load_inplace:
             raise AdapterError(f"adapter {name!r} is loaded already; set load_inplace")
@@ -223,7 +239,16 @@ class FakeEngine:
         self._adapters[name] = AdapterInfo(name, 1, path, "device", 8, 1024, 1024, 0)
         return self._adapters[name]
 
-    def unload_adapter(self, name: str) -> None:
+    def register_adapter(self, name: str, path: str, **options: Any) -> AdapterInfo:
+        info = self.load_adapter(name, path, **options)
+        self.calls.append(("register", name, options))
+        return info
+
+    def check_integrity(self) -> None:
+        self.integrity_checks += 1
+
+    def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
+        self.calls.append(("unload", name, {"drain_seconds": drain_seconds}))
         if name not in self._adapters:
             raise AdapterNotFoundError(f"no adapter {name!r}")
         del self._adapters[name]
@@ -239,7 +264,7 @@ class FakeEngine:
             num_waiting=len(waiting),
             running_adapters=tuple(sorted({r.adapter for r in running if r.adapter})),
             waiting_adapters=tuple(sorted({r.adapter for r in waiting if r.adapter})),
-            max_loras=self.config.max_loras,
+            max_loras=8,
             kv_blocks_total=100,
             kv_blocks_used=len(running),
             prompt_tokens=self._prompt_tokens,

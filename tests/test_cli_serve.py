@@ -1,5 +1,7 @@
 """`vexpert serve` as a process: the ready line, signals, and a port in use."""
 
+import argparse
+import json
 import os
 import re
 import signal
@@ -19,6 +21,7 @@ from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths
 from vexpert.errors import ConfigError, ModelError, RequestError
 from vexpert.server.defaults import sampling_defaults
+from vexpert.server.tools.formats import FORMATS
 
 UPPER = str(adapter_paths()["upper"])
 SCRIPT = Path(__file__).with_name("helpers_serve_process.py")
@@ -70,7 +73,7 @@ def test_ready_answers_and_ends_on_a_signal(start: Start) -> None:
     assert "Traceback" not in log
     assert log.count("config: ") == 1
     assert "secret" not in log
-    assert "max_loras=8" in log
+    assert "max_loras=None" in log
     assert "GET /v1/models" in log
 
 
@@ -86,6 +89,53 @@ def test_a_signal_ends_a_running_stream(start: Start) -> None:
         assert [line for line in lines if line][-1] == "data: [DONE]"
     assert process.wait(20) == 0
     assert "POST" not in process.communicate()[1]
+
+
+def test_options_reach_the_server(start: Start, tmp_path: Path) -> None:
+    keys, template = tmp_path / "keys", tmp_path / "template.jinja"
+    keys.write_text("all\nsome upper\n")
+    template.write_text("{{ messages[0].content }}{{ tools }}")
+    words = ["--api-key-file", str(keys), "--log-format", "json", "--chat-template", str(template)]
+    words += ["--allowed-adapter-roots", str(tmp_path), "--allowed-origins", "https://a.example"]
+    words += ["--max-queue-len", "7", "--tool-call-parser", "mistral", "--request-timeout", "5"]
+    process = start("--port", "0", *words)
+    url, _, _ = ready(process)
+    some, origin = {"Authorization": "Bearer some"}, {"Origin": "https://a.example"}
+    models = httpx.get(f"{url}/v1/models", headers=some | origin)
+    assert [entry["id"] for entry in models.json()["data"]] == ["upper"]
+    assert models.headers["access-control-allow-origin"] == "https://a.example"
+    body = {"lora_name": "x", "lora_path": UPPER}
+    everything = {"Authorization": "Bearer all"}
+    refused = httpx.post(f"{url}/v1/load_lora_adapter", json=body, headers=everything)
+    assert refused.status_code == 403
+    process.send_signal(signal.SIGTERM)
+    _, log = process.communicate(timeout=20)
+    assert process.returncode == 0, log
+    lines = [json.loads(line) for line in log.splitlines()]
+    assert {"time", "level", "logger", "message"} <= set(lines[0])
+    assert [line["status"] for line in lines if line.get("path") == "/v1/models"] == [200]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--max-queue-len", "-1"], "max_queue_len"),
+        (["--shutdown-timeout", "nan"], "shutdown_timeout"),
+        (["--allowed-adapter-roots", "/no/such"], "/no/such"),
+        (["--api-key-file", "/no/such"], "api_key_file"),
+        (["--chat-template", "/no/such"], "chat_template"),
+    ],
+)
+def test_bad_options_end_the_boot(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    told: str,
+) -> None:
+    monkeypatch.setattr(serve, "build_engine", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(serve, "_set_up_logging", lambda level, form: None)
+    assert main(["serve", "--port", "0", *words]) == 2
+    assert told in capsys.readouterr().err
 
 
 def test_a_port_in_use_is_told(capsys: pytest.CaptureFixture[str]) -> None:
@@ -129,11 +179,18 @@ def test_bad_lora_modules_end_the_boot_before_the_model_loads(
     told: str,
 ) -> None:
     monkeypatch.setattr(serve, "build_engine", lambda *_: pytest.fail("the model is loaded"))
-    monkeypatch.setattr(serve, "_set_up_logging", lambda level: None)
+    monkeypatch.setattr(serve, "_set_up_logging", lambda level, form: None)
     assert main(["serve", model, "--port", "0", "--lora-modules", *words]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {told}")
     assert (shown.out, shown.err.count("\n")) == ("", 1)
+
+
+def test_every_tool_format_can_be_chosen() -> None:
+    parser = argparse.ArgumentParser()
+    serve.add_arguments(parser)
+    [action] = [a for a in parser._actions if a.dest == "tool_call_parser"]
+    assert sorted(action.choices or ()) == sorted(FORMATS)
 
 
 def test_a_bundled_adapter_may_be_given_anew() -> None:

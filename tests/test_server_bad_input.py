@@ -11,6 +11,8 @@ from vexpert.server.options import ServerOptions
 pytest_plugins = ["helpers_server_fixtures"]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+CALL = {"id": "1", "type": "function", "function": {"name": "f", "arguments": "{}"}}
+BAD_CALL = CALL | {"function": {"name": "f", "arguments": "{"}}
 HELLO: list[dict[str, Any]] = [{"role": "user", "content": "hello"}]
 
 
@@ -125,13 +127,17 @@ def test_absurd_values_name_their_field(
         ([{"role": "user"}], "content"),
         ([{"content": "x"}], "role"),
         ([{"role": "king", "content": "x"}], "king"),
-        ([{"role": "tool", "content": "x", "tool_call_id": "1"}], "tool calling"),
-        ([{"role": "user", "content": None}], "text parts"),
+        ([{"role": "function", "content": "x", "name": "f"}], "use tools"),
+        ([{"role": "tool", "content": "x"}], "tool_call_id"),
+        ([{"role": "user", "content": "x", "tool_call_id": "1"}], "tool_call_id"),
+        ([{"role": "user", "content": "x", "tool_calls": [CALL]}], "of the assistant"),
+        ([{"role": "assistant", "content": None, "tool_calls": [BAD_CALL]}], "not JSON"),
+        ([{"role": "user", "content": None}], "content"),
         ([{"role": "user", "content": []}], "text parts"),
         ([{"role": "user", "content": [{"type": "image_url", "image_url": {}}]}], "image_url"),
         ([{"role": "user", "content": [{"type": "text"}]}], "text"),
         ([{"role": "user", "content": "x", "colour": "red"}], "colour"),
-        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "tool calling"),
+        ([{"role": "assistant", "content": "x", "tool_calls": [{"id": "1"}]}], "is missing"),
     ],
 )
 def test_bad_messages(server: RunningServer, messages: Any, word: str) -> None:

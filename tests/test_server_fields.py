@@ -6,15 +6,34 @@ from typing import Any
 
 import pytest
 from helpers_server import BASE, RunningServer, make_fake_engine, serving
+from openai.types import chat as types
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.shared_params import FunctionDefinition as FunctionDefinitionParam
+from openai.types.shared_params import (
+    ResponseFormatJSONObject,
+    ResponseFormatJSONSchema,
+    ResponseFormatText,
+)
+from openai.types.shared_params.response_format_json_schema import JSONSchema
 
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.server.options import ServerOptions
+from vexpert.server.protocol.chat import JsonSchemaFormat, ResponseFormat
+from vexpert.server.protocol.message import Message, TextPart
+from vexpert.server.protocol.sampling import StreamOptions
+from vexpert.server.protocol.tools import (
+    AllowedTools,
+    FunctionDefinition,
+    Tool,
+    ToolCall,
+    ToolChoice,
+)
 
 pytest_plugins = ["helpers_server_fixtures"]
 
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
 MINIMAL: dict[str, dict[str, Any]] = {
     CHAT: {"model": BASE, "messages": [{"role": "user", "content": "hello"}]},
     TEXT: {"model": BASE, "prompt": "hello"},
@@ -75,6 +94,11 @@ SHARED: dict[str, Rule] = {
     ),
     "min_tokens": Honoured(7, lambda p: p.min_tokens == 7),
     "skip_special_tokens": Honoured(False, lambda p: p.skip_special_tokens is False),
+    "structured_outputs": Honoured({"regex": "a+"}, lambda p: p.constraint.regex == "a+"),
+    "guided_json": Honoured({"type": "string"}, lambda p: p.constraint.kind == "json"),
+    "guided_regex": Honoured("a+", lambda p: p.constraint.regex == "a+"),
+    "guided_choice": Honoured(["a", "b"], lambda p: p.constraint.choice == ["a", "b"]),
+    "guided_grammar": Honoured('root ::= "a"', lambda p: p.constraint.kind == "grammar"),
 }
 CHAT_RULES: dict[str, Rule] = SHARED | {
     "messages": Honoured(
@@ -99,17 +123,17 @@ CHAT_RULES: dict[str, Rule] = SHARED | {
     "metadata": Neutral({"a": "b"}),
     "safety_identifier": Neutral("x"),
     "prompt_cache_key": Neutral("x"),
-    "parallel_tool_calls": Neutral(True),
+    "parallel_tool_calls": Neutral(True),  # what it does with tools: test_server_tools.py
     "modalities": Neutral(["text"], (["text", "audio"],)),
     "prompt_cache_retention": Neutral("in_memory", ("24h",)),
     "reasoning_effort": Neutral("none", ("low", "high")),
-    "response_format": Neutral(
-        {"type": "text"}, ({"type": "json_object"}, {"type": "json_schema", "json_schema": {}})
-    ),
+    "response_format": Honoured({"type": "json_object"}, lambda p: p.constraint.json_object),
     "service_tier": Neutral("auto", ("flex",)),
     "store": Neutral(False, (True,)),
-    "tool_choice": Neutral("none", ("required",)),
-    "tools": Neutral([], ([{"type": "function", "function": {"name": "f"}}],)),
+    "tool_choice": Honoured(
+        "required", lambda p: p.constraint.kind == "structural_tag", beside=(("tools", TOOLS),)
+    ),
+    "tools": Honoured(TOOLS, in_answer=lambda a: a["usage"]["prompt_tokens"] > 50),
     "functions": Neutral([], ([{"name": "f"}],)),
     "function_call": Neutral("none", ("auto", {"name": "f"})),
     "verbosity": Neutral("medium", ("low",)),
@@ -164,7 +188,8 @@ def assert_refused(server: RunningServer, path: str, name: str, value: Any) -> N
 
 @pytest.fixture(scope="module")
 def server() -> Any:
-    with serving(make_fake_engine()) as running:
+    options = ServerOptions((BASE,), tool_call_parser="hermes", status_interval=None)
+    with serving(make_fake_engine(), options) as running:
         yield running
 
 
@@ -203,8 +228,59 @@ def test_every_field_of_the_openai_client_has_a_rule_or_is_refused(
 ) -> None:
     fields = openai_fields(module)
     assert {"model", "temperature", "stream"} <= fields
-    for name in fields - set(RULES[path]):  # fields of a later client
-        assert_refused(server, path, name, "value")
+    assert fields <= set(RULES[path]), "a field of a later client: give it a rule"
+
+
+# Of the parts of a request, in the client's types: the fields that are served, and those that are
+# refused. A new field of the client must be put into one of the two.
+PARTS: dict[Any, tuple[Any, set[str]]] = {
+    types.ChatCompletionDeveloperMessageParam: (Message, set()),
+    types.ChatCompletionSystemMessageParam: (Message, set()),
+    types.ChatCompletionUserMessageParam: (Message, set()),
+    types.ChatCompletionAssistantMessageParam: (Message, {"audio", "function_call", "refusal"}),
+    types.ChatCompletionToolMessageParam: (Message, set()),
+    types.ChatCompletionContentPartTextParam: (TextPart, {"prompt_cache_breakpoint"}),
+    types.ChatCompletionStreamOptionsParam: (StreamOptions, {"include_obfuscation"}),
+    types.ChatCompletionFunctionToolParam: (Tool, set()),
+    FunctionDefinitionParam: (FunctionDefinition, set()),
+    types.ChatCompletionMessageFunctionToolCallParam: (ToolCall, set()),
+    types.ChatCompletionNamedToolChoiceParam: (ToolChoice, set()),
+    types.ChatCompletionAllowedToolChoiceParam: (ToolChoice, set()),
+    types.ChatCompletionAllowedToolsParam: (AllowedTools, set()),
+    ResponseFormatText: (ResponseFormat, set()),
+    ResponseFormatJSONObject: (ResponseFormat, set()),
+    ResponseFormatJSONSchema: (ResponseFormat, set()),
+    JSONSchema: (JsonSchemaFormat, set()),
+}
+
+
+@pytest.mark.parametrize("theirs", list(PARTS), ids=lambda theirs: theirs.__name__)
+def test_every_field_of_a_part_is_served_or_refused(theirs: Any) -> None:
+    ours, refused = PARTS[theirs]
+    names = {field.alias or name for name, field in ours.model_fields.items()}
+    fields = theirs.__required_keys__ | theirs.__optional_keys__
+    assert fields, "no fields found"
+    assert fields - refused <= names, "a field of a later client: serve or refuse it"
+    assert refused <= fields, "a field that the client no longer has"
+
+
+@pytest.mark.parametrize(
+    "part",
+    [
+        {"role": "assistant", "content": "x", "audio": {"id": "1"}},
+        {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": ""}},
+        {"role": "assistant", "content": "x", "refusal": "no"},
+        {"role": "user", "content": [{"type": "text", "text": "x", "prompt_cache_breakpoint": {}}]},
+    ],
+)
+def test_refused_fields_of_messages(server: RunningServer, part: dict[str, Any]) -> None:
+    response = send(server, CHAT, {"messages": [part]})
+    assert response.status_code == 400
+    assert response.json()["error"]["param"].startswith("messages[0]")
+
+
+def test_a_field_in_capitals_is_an_unknown_field(server: RunningServer) -> None:
+    assert_refused(server, CHAT, "Model", "x")
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])

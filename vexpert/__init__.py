@@ -4,11 +4,12 @@ from typing import TYPE_CHECKING, Any
 
 __version__ = "0.1.0.dev0"
 
-__all__ = ["LLM", "SamplingParams", "__version__"]
+__all__ = ["LLM", "SamplingParams", "StructuredOutputs", "__version__"]
 
 if TYPE_CHECKING:
     from vexpert.engine.llm import LLM as LLM
     from vexpert.engine.sampling_params import SamplingParams as SamplingParams
+    from vexpert.engine.structured_outputs import StructuredOutputs as StructuredOutputs
 
 
 def __getattr__(name: str) -> Any:
@@ -21,4 +22,8 @@ def __getattr__(name: str) -> Any:
         from vexpert.engine.sampling_params import SamplingParams
 
         return SamplingParams
+    if name == "StructuredOutputs":
+        from vexpert.engine.structured_outputs import StructuredOutputs
+
+        return StructuredOutputs
     raise AttributeError(f"module 'vexpert' has no attribute {name!r}")

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import errno
+import gc
 import json
 import logging
 import socket
@@ -15,12 +16,13 @@ from vexpert.cli.parser import add_engine_options, engine_config
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
-from vexpert.log import get_logger
+from vexpert.log import JsonFormatter, get_logger
 
 if TYPE_CHECKING:
     from vexpert.server.interface import EngineProtocol
     from vexpert.server.options import ServerOptions
 
+SWITCH_SECONDS = 5e-5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = get_logger(__name__)
 
@@ -32,6 +34,8 @@ class LoraModule:
     name: str
     path: str
     lora_B_layout: str | None = None
+    pinned: bool = False
+    lazy: bool = False  # read when a request first needs it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -61,7 +65,8 @@ def add_lora_modules(group: Any) -> None:
         default=[],
         type=lora_module,
         metavar="NAME=PATH",
-        help='to load at boot; or JSON: {"name": ..., "path": ..., "lora_B_layout": ...}',
+        help='to load at boot; or JSON: {"name": ..., "path": ..., "lora_B_layout": ..., '
+        '"pinned": true, "lazy": true}',
     )
 
 
@@ -73,6 +78,11 @@ def _add_server_options(group: Any) -> None:
         nargs="+",
         default=[],
         help="keys that requests must carry, those for /metrics too",
+    )
+    group.add_argument(
+        "--api-key-file",
+        metavar="FILE",
+        help="a key a line, then the models it is for, by white space; none: all",
     )
     group.add_argument(
         "--served-model-name", nargs="+", default=[], metavar="NAME", help="the base model's names"
@@ -87,6 +97,61 @@ def _add_server_options(group: Any) -> None:
         "--disable-uvicorn-access-log", action="store_true", help="no log line per request"
     )
     group.add_argument("--disable-log-stats", action="store_true", help="no periodic status line")
+    group.add_argument(
+        "--log-format", choices=("text", "json"), default="text", help="json: an object a line"
+    )
+    _add_limits(group)
+    _add_chat_options(group)
+    _add_cors_options(group)
+
+
+def _add_limits(group: Any) -> None:
+    group.add_argument(
+        "--max-queue-len",
+        type=int,
+        default=4096,
+        metavar="N",
+        help="completions accepted beyond --max-num-seqs; more get 429",
+    )
+    group.add_argument(
+        "--request-timeout", type=float, metavar="X", help="seconds to answer in; default: any time"
+    )
+    group.add_argument(
+        "--shutdown-timeout",
+        type=float,
+        default=30.0,
+        metavar="X",
+        help="seconds that accepted requests have after a signal",
+    )
+    group.add_argument(
+        "--allowed-adapter-roots",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="where adapters may be loaded from over HTTP; default: anywhere",
+    )
+
+
+def _add_chat_options(group: Any) -> None:
+    group.add_argument(
+        "--chat-template", metavar="FILE", help="Jinja template in place of the model's own"
+    )
+    group.add_argument(
+        "--tool-call-parser",
+        choices=("hermes", "llama3_json", "mistral"),
+        help="how the model writes tool calls; without it tools are refused",
+    )
+
+
+def _add_cors_options(group: Any) -> None:
+    group.add_argument(
+        "--allowed-origins", nargs="+", default=[], metavar="URL", help="CORS; *: all of them"
+    )
+    for name in ("methods", "headers"):
+        group.add_argument(
+            f"--allowed-{name}", nargs="+", default=["*"], metavar="NAME", help=f"CORS {name}"
+        )
+    group.add_argument("--allow-credentials", action="store_true", help="CORS with credentials")
 
 
 def lora_module(text: str) -> LoraModule:
@@ -114,7 +179,7 @@ def run(args: argparse.Namespace) -> int:
         bound = bind(args.host, args.port)
     except OSError as error:
         return _say_cannot_bind(args, error)
-    _set_up_logging(args.uvicorn_log_level)
+    _set_up_logging(args.uvicorn_log_level, args.log_format)
     with bound:
         return _serve(args, config, bound)
 
@@ -127,6 +192,13 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"port={args.port}: use 1 to 65535, or 0 for a free one")
     if args.max_body_bytes < 1:
         raise ConfigError(f"max_body_bytes={args.max_body_bytes}: must be at least 1")
+    for name, least in (("max_queue_len", 0), ("shutdown_timeout", 0), ("request_timeout", 0)):
+        value = getattr(args, name)
+        if value is not None and not least <= value < float("inf"):
+            raise ConfigError(f"{name}={value}: must be at least {least}, and finite")
+    for root in args.allowed_adapter_roots:
+        if not Path(root).is_dir():
+            raise ConfigError(f"allowed_adapter_roots: {root}: no such folder")
 
 
 def _say_cannot_bind(args: argparse.Namespace, error: OSError) -> int:
@@ -146,8 +218,9 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket)
     config, modules, names = resolve_model(config, args.lora_modules, args.served_model_name)
     check_modules(modules, names or (config.model,))
     _print_config(config, args)
-    engine = build_engine(config, modules)
-    app = create_app(engine, _server_options(args, config, names))
+    options = _server_options(args, config, names)  # before the model loads: it may be refused
+    app = create_app(build_engine(config, modules), options)
+    settle()
     service = app.state.service
 
     def ready() -> None:
@@ -156,7 +229,22 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket)
         words = f"(model {service.base_names[0]}, {count} adapter{plural})"
         print(f"vexpert ready: {url_of(bound, args.host)} {words}", flush=True)
 
-    return run_server(app, bound, ready, access_log=not args.disable_uvicorn_access_log)
+    try:
+        return run_server(app, bound, ready)
+    finally:
+        gc.unfreeze()
+
+
+def settle() -> None:
+    """Keep this process's other threads from holding up its steps.
+
+    A collection walks every object of the imported libraries, 0.1 s, so those are set aside. A
+    step's thread gives the interpreter's lock away at each PyTorch call and waits up to the switch
+    interval, 5 ms unless told otherwise, to have it back from a thread that reads an adapter.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def resolve_model(
@@ -202,7 +290,9 @@ def build_engine(config: EngineConfig, modules: list[LoraModule]) -> "EngineProt
 
     engine: EngineProtocol = Engine(config)
     for module in modules:
-        info = engine.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
+        call = engine.register_adapter if module.lazy else engine.load_adapter
+        options = {"lora_B_layout": module.lora_B_layout, "pinned": module.pinned}
+        info = call(module.name, module.path, **options)
         size = info.host_bytes / 2**20
         logger.info("adapter %s: rank %d, %.2f MiB, %s", info.name, info.rank, size, info.path)
         for warning in info.warnings:
@@ -214,11 +304,26 @@ def _server_options(
     args: argparse.Namespace, config: EngineConfig, names: tuple[str, ...]
 ) -> "ServerOptions":
     from vexpert.server.defaults import sampling_defaults
-    from vexpert.server.options import ServerOptions
+    from vexpert.server.keys import read_keys
+    from vexpert.server.options import CorsOptions, ServerOptions
+
+    keys = read_keys(args.api_key_file) if args.api_key_file else {}
+    origins = tuple(args.allowed_origins)
+    methods, headers = tuple(args.allowed_methods), tuple(args.allowed_headers)
+    cors = CorsOptions(origins, methods, headers, args.allow_credentials) if origins else None
 
     options = ServerOptions(
         served_model_names=names,
-        api_keys=tuple(args.api_key),
+        api_keys=(*args.api_key, *(key for key, models in keys.items() if not models)),
+        restricted_keys={key: models for key, models in keys.items() if models},
+        chat_template=_read_template(args.chat_template),
+        tool_call_parser=args.tool_call_parser,
+        max_queue_len=args.max_queue_len,
+        request_timeout=args.request_timeout,
+        shutdown_timeout=args.shutdown_timeout,
+        adapter_roots=tuple(args.allowed_adapter_roots),
+        cors=cors,
+        access_log=not args.disable_uvicorn_access_log,
         max_body_bytes=args.max_body_bytes,
         sampling_defaults=sampling_defaults(config.model),
         status_interval=None if args.disable_log_stats else ServerOptions.status_interval,
@@ -228,10 +333,20 @@ def _server_options(
     return options
 
 
-def _set_up_logging(uvicorn_level: str) -> None:
+def _read_template(file: str | None) -> str | None:
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise ConfigError(f"chat_template: {file} cannot be read: {error}") from error
+
+
+def _set_up_logging(uvicorn_level: str, form: str) -> None:
     """All log lines to stderr, so that stdout holds the ready line alone."""
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S"))
+    line = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonFormatter() if form == "json" else line)
     for name, level in (("vexpert", "INFO"), ("uvicorn", uvicorn_level.upper())):
         tree = logging.getLogger(name)
         tree.setLevel(level)
@@ -246,6 +361,12 @@ def _print_config(config: EngineConfig, args: argparse.Namespace) -> None:
         "host": args.host,
         "port": args.port,
         "api_key": f"{len(args.api_key)} set" if args.api_key else None,
+        "api_key_file": args.api_key_file,
+        "max_queue_len": args.max_queue_len,
+        "request_timeout": args.request_timeout,
+        "shutdown_timeout": args.shutdown_timeout,
+        "tool_call_parser": args.tool_call_parser,
+        "allowed_adapter_roots": args.allowed_adapter_roots,
         "max_body_bytes": args.max_body_bytes,
     }
     shown = {**dataclasses.asdict(config), **server}

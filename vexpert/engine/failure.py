@@ -10,7 +10,7 @@ def no_token_error(request: Request, raw_logits: torch.Tensor) -> str:
     if bool(raw_logits.max().isfinite()):
         return (
             "the sampling options leave no token with a finite logit: relax min_tokens with"
-            " stop_token_ids, logit_bias or the penalties"
+            " stop_token_ids, logit_bias, the penalties or structured_outputs"
         )
     return not_finite_error(request)
 

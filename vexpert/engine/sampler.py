@@ -4,6 +4,7 @@ from typing import NamedTuple
 
 import torch
 
+from vexpert.engine.grammar import mask_logits
 from vexpert.engine.logit_adjust import add_biases, apply_min_p, apply_penalties, keep_top
 from vexpert.engine.logprobs import TokenLogprobs, token_logprobs
 from vexpert.engine.sampler_state import SamplerState
@@ -46,6 +47,9 @@ class Sampler:
         logits = logits.clone()
         add_biases(logits, rows)
         apply_penalties(logits, rows)
+        matchers = [(i, row.matcher) for i, row in enumerate(rows) if row.matcher is not None]
+        if matchers:
+            mask_logits(logits, matchers)
         return logits
 
     def _choose(self, logits: torch.Tensor, rows: list[SamplerState]) -> torch.Tensor:

@@ -5,6 +5,7 @@ from collections.abc import Iterable
 import numpy as np
 import torch
 
+from vexpert.engine.grammar import Matcher
 from vexpert.engine.sampling_params import SamplingParams
 
 NEVER = float("-inf")
@@ -42,9 +43,11 @@ class SamplerState:
         prompt_token_ids: list[int],
         eos_token_ids: tuple[int, ...],
         index: int = 0,
+        matcher: Matcher | None = None,
     ) -> None:
         """`index`: which of the request's n completions; it offsets the seed."""
         self.params = params
+        self.matcher = matcher
         self.generator: torch.Generator | None = None
         if params.seed is not None:
             self.generator = torch.Generator().manual_seed((params.seed + index) % 2**64)
@@ -59,7 +62,7 @@ class SamplerState:
         self._num_output = 0
         self.is_greedy = params.is_greedy
         self.is_ranked = params.top_k > 0 or params.top_p < 1.0
-        self._adjusts = self.has_penalties or bool(params.logit_bias)
+        self._adjusts = self.has_penalties or bool(params.logit_bias) or matcher is not None
 
     @property
     def is_plain(self) -> bool:
@@ -68,7 +71,7 @@ class SamplerState:
 
     @property
     def is_adjusted(self) -> bool:
-        """Whether biases or penalties change the next logits."""
+        """Whether biases, penalties or a grammar change the next logits."""
         return self._adjusts or self._num_output < self.params.min_tokens
 
     def biases(self) -> dict[int, float]:
@@ -81,3 +84,5 @@ class SamplerState:
         self._num_output += 1
         if self.has_penalties:
             self.token_counts.add(token)
+        if self.matcher is not None:
+            self.matcher.accept(token)

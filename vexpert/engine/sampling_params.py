@@ -1,9 +1,10 @@
 """Sampling options of one request, with the names users of vLLM know."""
 
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from vexpert.config import shown
+from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError
 
 MAX_STOPS = 64  # each is looked for at every token
@@ -66,7 +67,8 @@ class SamplingParams:
     temperature 0 is greedy; top_k 0 or -1 is off. `logprobs=n` reports the n likeliest tokens and
     the chosen one, of the log-softmax before temperature and penalties; -1 is the whole vocabulary.
     `prompt_logprobs` is the same for each prompt token after the first. Completion i of n uses
-    seed + i.
+    seed + i. `structured_outputs`, also as a dict of its fields, constrains the text; it needs
+    xgrammar.
     """
 
     n: int = 1
@@ -88,6 +90,7 @@ class SamplingParams:
     logprobs: int | None = None
     prompt_logprobs: int | None = None
     skip_special_tokens: bool = True
+    structured_outputs: StructuredOutputs | dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         for name, rule in _NUMBERS.items():
@@ -101,6 +104,7 @@ class SamplingParams:
         _require(in_order, "min_tokens", self.min_tokens, f"must not exceed max_tokens={most}")
         self._check_stops()
         self._check_bias()
+        self._check_structured_outputs()
 
     def _check_stops(self) -> None:
         stop = (self.stop,) if isinstance(self.stop, str) else self.stop
@@ -125,6 +129,26 @@ class SamplingParams:
             _require(_is_int(token), "logit_bias", {token: bias}, "keys are token ids, integers")
             in_range = _is_number(bias) and -100.0 <= bias <= 100.0
             _require(in_range, "logit_bias", {token: bias}, "use a number from -100 to 100")
+
+    def _check_structured_outputs(self) -> None:
+        wanted = self.structured_outputs
+        name = "structured_outputs"
+        if isinstance(wanted, dict):
+            try:
+                wanted = StructuredOutputs(**wanted)
+            except TypeError as error:
+                raise RequestError(f"{name}: {str(error).rpartition('() ')[2]}", name) from error
+            object.__setattr__(self, name, wanted)
+        is_kind = wanted is None or isinstance(wanted, StructuredOutputs)
+        _require(is_kind, name, wanted, "use StructuredOutputs, a dict of its fields, or None")
+        free = wanted is None or not self.ignore_eos
+        _require(free, "ignore_eos", True, "the end of a structured output cannot be ignored")
+
+    @property
+    def constraint(self) -> StructuredOutputs | None:
+        """`structured_outputs`, whatever it was given as."""
+        assert not isinstance(self.structured_outputs, dict)
+        return self.structured_outputs
 
     @property
     def is_greedy(self) -> bool:

@@ -15,9 +15,9 @@ from vexpert import __version__
 from vexpert.errors import RequestError
 from vexpert.server.disconnect import ClientDisconnectedError, EventStream, until_disconnect
 from vexpert.server.engine_thread import AsyncEngine
-from vexpert.server.errors import api_error, error_object
+from vexpert.server.errors import SERVER_ERRORS, api_error, error_object
 from vexpert.server.generation import Generation, Job
-from vexpert.server.progress import EngineFailedError, Update
+from vexpert.server.progress import Update
 
 Json = dict[str, Any]
 
@@ -86,7 +86,7 @@ async def answer(request: Request, engine: AsyncEngine, job: Job, formatter: For
     usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts))
     if job.stream:
         generation = await Generation.start(engine, job)
-        return EventStream(_events(generation, formatter, usage))
+        return EventStream(_events(generation, formatter, usage, engine.keep_alive))
     try:
         work = _whole(engine, job, formatter, usage)
         return JSONResponse(await until_disconnect(request.receive, work))
@@ -107,17 +107,21 @@ async def _whole(engine: AsyncEngine, job: Job, formatter: Formatter, usage: Usa
 
 
 async def _events(
-    generation: Generation, formatter: Formatter, usage: Usage
+    generation: Generation, formatter: Formatter, usage: Usage, keep_alive: float
 ) -> AsyncGenerator[str, None]:
     blank: Json = {"usage": None} if formatter.include_usage else {}
     try:
-        async for i, update in generation:
+        async for pair in generation.every(keep_alive):
+            if pair is None:
+                yield ": keep-alive\n\n"
+                continue
+            i, update = pair
             usage.count(i, update)
             for chunk in formatter.chunks(i, update):
                 yield _event(chunk | blank)
         if formatter.include_usage:
             yield _event(formatter.last_chunk() | {"usage": usage.as_json()})
-    except (EngineFailedError, RequestError) as error:
+    except (*SERVER_ERRORS, RequestError) as error:
         told = api_error(error)
         yield _event(error_object(told.message, told.status, told.param, told.code))
     finally:

@@ -5,6 +5,7 @@ from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 
 from fastapi import FastAPI
+from starlette.middleware.cors import CORSMiddleware
 
 from vexpert import __version__
 from vexpert.server.errors import install_error_handlers
@@ -12,10 +13,13 @@ from vexpert.server.interface import EngineProtocol
 from vexpert.server.middleware import (
     ApiKeyMiddleware,
     BodyLimitMiddleware,
+    DrainMiddleware,
     UnexpectedErrorMiddleware,
 )
+from vexpert.server.openapi import describe
 from vexpert.server.options import ServerOptions
-from vexpert.server.routes import adapters, chat, completions, health, models
+from vexpert.server.requests_log import RequestIdMiddleware
+from vexpert.server.routes import adapters, chat, completions, health, models, tokenize
 from vexpert.server.service import Service
 from vexpert.server.status_line import log_status
 
@@ -36,13 +40,33 @@ def create_app(engine: EngineProtocol, options: ServerOptions | None = None) -> 
     app = FastAPI(title="vexpert", version=__version__, lifespan=lifespan)
     app.state.service = service
     install_error_handlers(app)
-    for module in (chat, completions, models, adapters, health):
+    for module in (chat, completions, models, tokenize, adapters, health):
         app.include_router(module.router)
-    app.add_middleware(UnexpectedErrorMiddleware)
-    app.add_middleware(BodyLimitMiddleware, limit=options.max_body_bytes)
-    if options.api_keys:
-        app.add_middleware(ApiKeyMiddleware, keys=options.api_keys)
+    describe(app)
+    _add_layers(app, service, options)
     return app
+
+
+def _add_layers(app: FastAPI, service: Service, options: ServerOptions) -> None:
+    """The last one added sees a request first."""
+    app.add_middleware(UnexpectedErrorMiddleware)
+    app.add_middleware(
+        BodyLimitMiddleware, limit=options.max_body_bytes, seconds=options.body_timeout
+    )
+    app.add_middleware(DrainMiddleware, service=service)
+    keys = options.restricted_keys | dict.fromkeys(options.api_keys)
+    if keys:
+        app.add_middleware(ApiKeyMiddleware, keys=keys)
+    if options.cors is not None:
+        app.add_middleware(
+            CORSMiddleware,
+            allow_origins=options.cors.origins,
+            allow_methods=options.cors.methods,
+            allow_headers=options.cors.headers,
+            allow_credentials=options.cors.credentials,
+            expose_headers=["X-Request-Id"],
+        )
+    app.add_middleware(RequestIdMiddleware, access_log=options.access_log)
 
 
 @asynccontextmanager

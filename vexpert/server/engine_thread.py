@@ -11,13 +11,22 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any, TypeVar
 
 from vexpert.engine.outputs import EngineStats, RequestOutput
 from vexpert.errors import RequestError, VexpertError
 from vexpert.log import get_logger
 from vexpert.server.interface import EngineProtocol
-from vexpert.server.progress import EngineFailedError, Failure, Sink, Tracker, Update
+from vexpert.server.progress import (
+    EngineFailedError,
+    Failure,
+    OverloadedError,
+    ShuttingDownError,
+    Sink,
+    Tracker,
+    Update,
+)
 from vexpert.server.recorder import Recorder
 
 if TYPE_CHECKING:
@@ -26,13 +35,27 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 T = TypeVar("T")
+COMPILE_SECONDS = 90  # with the start of the process that tries constraints
+
+IDLE_CHECK = 5.0  # seconds without work after which the engine's integrity is checked, once
 
 
 class AsyncEngine:
     """Runs an engine for coroutines of one event loop."""
 
-    def __init__(self, engine: EngineProtocol, recorder: Recorder) -> None:
+    def __init__(
+        self,
+        engine: EngineProtocol,
+        recorder: Recorder,
+        max_queue_len: int | None = None,
+        keep_alive: float = 15.0,
+    ) -> None:
+        """`max_queue_len`: sequences accepted beyond those of one step; None: any number."""
         self.engine = engine
+        self.keep_alive = keep_alive  # seconds
+        self._most = None if max_queue_len is None else engine.config.max_num_seqs + max_queue_len
+        self.num_sequences = 0  # accepted and not ended; written by the engine thread alone
+        self._compiling = ThreadPoolExecutor(2, thread_name_prefix="vexpert-grammar")
         self.recorder = recorder
         self.failure: EngineFailedError | None = None
         self.on_failure: Callable[[], None] | None = None  # called in the event loop
@@ -42,7 +65,7 @@ class AsyncEngine:
         self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any] | None]] = deque()
         self._stopping = False
         self._trackers: dict[str, Tracker] = {}  # touched by the engine thread alone
-        self._adapter_lock = asyncio.Lock()
+        self._unchecked = True  # steps have run since the last look at the engine's integrity
 
     def start(self) -> None:
         """Start the engine thread; updates go to the running event loop."""
@@ -58,6 +81,42 @@ class AsyncEngine:
             self._stopping = True
             self._wake.notify()
         await asyncio.to_thread(self._thread.join)
+        self._compiling.shutdown(wait=False, cancel_futures=True)
+
+    def check_room(self, count: int = 1) -> None:
+        """Raise OverloadedError if `count` more sequences would be too many."""
+        if self._most is not None and self.num_sequences + count > self._most:
+            message = (
+                f"{self.num_sequences} sequences run or wait, and {self._most} may; try again later"
+            )
+            raise OverloadedError(message)
+
+    async def prepare(self, params: "SamplingParams") -> None:
+        """Compile the constraint of `params` beside the steps. Raises RequestError."""
+        if params.constraint is None:
+            return
+        work = asyncio.get_running_loop().run_in_executor(
+            self._compiling, self.engine.prepare, params
+        )
+        try:
+            await asyncio.wait_for(work, COMPILE_SECONDS)
+        except TimeoutError:
+            rule = f"compiling takes more than {COMPILE_SECONDS} seconds; simplify it"
+            raise params.constraint.refusal(rule) from None
+
+    async def cut(self, message: str) -> None:
+        """Abort every request; each gets a ShuttingDownError that says `message`."""
+        failure = ShuttingDownError(message)
+
+        def command() -> list[Sink]:
+            sinks = [tracker.sink for tracker in self._trackers.values()]
+            for request_id in list(self._trackers):
+                self._abort(request_id)
+            return sinks
+
+        with contextlib.suppress(EngineFailedError):
+            for sink in await self._call(command):
+                sink(failure)
 
     async def add(
         self,
@@ -75,12 +134,16 @@ class AsyncEngine:
         Raises what the engine raises. If the caller is cancelled meanwhile, the request is aborted.
         """
         tracker = Tracker(
-            request_id, adapter, len(prompt_token_ids), every_step, sink, time.perf_counter()
+            *(request_id, adapter, len(prompt_token_ids), every_step, sink),
+            num_sequences=params.n,
+            arrival=time.perf_counter(),
         )
 
         def command() -> None:
+            self.check_room(params.n)
             self.engine.add_request(request_id, prompt, prompt_token_ids, params, adapter)
             self._trackers[request_id] = tracker
+            self.num_sequences += params.n
             self.recorder.added(tracker)
 
         try:
@@ -95,27 +158,30 @@ class AsyncEngine:
             self._post(functools.partial(self._abort, request_id), None)
 
     async def load_adapter(
-        self, name: str, path: str, *, lora_B_layout: str | None = None, load_inplace: bool = False
+        self, name: str, path: str, *, lazy: bool = False, **options: Any
     ) -> "AdapterInfo":
-        """Load an adapter in a worker thread; steps go on. Raises AdapterError."""
-        async with self._adapter_lock:
-            return await asyncio.to_thread(
-                self.engine.load_adapter,
-                name,
-                path,
-                lora_B_layout=lora_B_layout,
-                load_inplace=load_inplace,
-            )
+        """Load an adapter in a thread of its own; steps go on. Raises AdapterError.
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter in a worker thread. Raises AdapterNotFoundError."""
-        async with self._adapter_lock:
-            await asyncio.to_thread(self.engine.unload_adapter, name)
+        `lazy`: it is only registered. Options: lora_B_layout, load_inplace, pinned.
+        """
+        call = self.engine.register_adapter if lazy else self.engine.load_adapter
+        return await _beside(functools.partial(call, name, path, **options))
+
+    async def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
+        """Unload an adapter. Raises AdapterNotFoundError."""
+        call = functools.partial(self.engine.unload_adapter, name, drain_seconds=drain_seconds)
+        await _beside(call)
+        with self._wake:
+            self._wake.notify()  # a deadline may have come
 
     def adapters(self) -> "list[AdapterInfo]":
         """Adapters that requests may name, one per name, sorted."""
         usable = (info for info in self.engine.adapters() if info.state not in _UNUSABLE)
         return sorted({info.name: info for info in usable}.values(), key=lambda info: info.name)
+
+    async def forget_counts(self, known: set[str]) -> None:
+        """Drop the counts of adapters that are not `known` any more."""
+        await self._call(functools.partial(self.recorder.forget, known))
 
     async def stats(self) -> EngineStats:
         """The engine's statistics, taken between two steps."""
@@ -167,7 +233,9 @@ class AsyncEngine:
         """Run what is queued, sleeping while there is nothing to do; False: stop."""
         with self._wake:
             while not (self._commands or self._stopping or self.engine.has_unfinished()):
-                self._wake.wait()
+                if not self._wake.wait(IDLE_CHECK if self._unchecked else None):
+                    self._unchecked = False
+                    self.engine.check_integrity()
             if self._stopping:
                 return False
             commands, self._commands = self._commands, deque()
@@ -180,7 +248,7 @@ class AsyncEngine:
     ) -> None:
         try:
             result = function()
-        except VexpertError as error:
+        except (VexpertError, OverloadedError) as error:
             self._to_loop(_set_error, future, error)
         except Exception as error:
             logger.exception("a request met an error of the engine")
@@ -189,6 +257,7 @@ class AsyncEngine:
             self._to_loop(_set_result, future, result)
 
     def _step(self) -> None:
+        self._unchecked = True
         outputs = self.engine.step()
         now = time.perf_counter()
         updates = [pair for output in outputs if (pair := self._track(output, now))]
@@ -202,6 +271,7 @@ class AsyncEngine:
         self.recorder.stepped(tracker, tracker.count(output), now)
         if output.finished:
             del self._trackers[output.request_id]
+            self.num_sequences -= tracker.num_sequences
             reasons = [part.finish_reason or "abort" for part in output.outputs]
             self.recorder.finished(tracker, reasons, now)
         if output.error is not None:
@@ -212,6 +282,7 @@ class AsyncEngine:
     def _abort(self, request_id: str) -> None:
         tracker = self._trackers.pop(request_id, None)
         if tracker is not None:
+            self.num_sequences -= tracker.num_sequences
             self.engine.abort(request_id)
             self.recorder.finished(tracker, ["abort"], time.perf_counter())
 
@@ -228,6 +299,32 @@ class AsyncEngine:
 
 
 _UNUSABLE = ("errored", "draining")
+
+
+async def _beside(function: Callable[[], T]) -> T:
+    """Run `function` on a new thread. A daemon: one that hangs in a dead file system must not keep
+    the process alive, as asyncio's own worker threads would.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(callback: Callable[..., None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(callback, future, value)
+
+    def work() -> None:
+        try:
+            result = function()
+        except (VexpertError, OSError) as error:
+            tell(_set_error, error)
+        except Exception as error:
+            logger.exception("a call about an adapter met an unexpected error")
+            tell(_set_error, error)
+        else:
+            tell(_set_result, result)
+
+    threading.Thread(target=work, name="vexpert-adapter-call", daemon=True).start()
+    return await future
 
 
 def _set_result(future: "asyncio.Future[Any] | None", result: Any) -> None:

@@ -9,19 +9,33 @@ from starlette.exceptions import HTTPException
 
 from vexpert.errors import AdapterNotFoundError, RequestError, VexpertError
 from vexpert.log import get_logger
-from vexpert.server.progress import EngineFailedError
+from vexpert.server.progress import (
+    EngineFailedError,
+    OverloadedError,
+    RequestTimeoutError,
+    ShuttingDownError,
+)
 from vexpert.server.validation import explain
 
 logger = get_logger(__name__)
+
+
+SERVER_ERRORS = (EngineFailedError, OverloadedError, RequestTimeoutError, ShuttingDownError)
 
 
 class ApiError(Exception):
     """An answer with an error status: message, HTTP status, and the OpenAI `param` and `code`."""
 
     def __init__(
-        self, message: str, status: int = 400, param: str | None = None, code: str | None = None
+        self,
+        message: str,
+        status: int = 400,
+        param: str | None = None,
+        code: str | None = None,
+        retry_after: int | None = None,  # seconds
     ) -> None:
         super().__init__(message)
+        self.retry_after = retry_after
         self.message, self.status, self.param, self.code = message, status, param, code
 
     def as_http(self) -> HTTPException:
@@ -34,6 +48,7 @@ def error_object(
 ) -> dict[str, Any]:
     """The OpenAI error object. A user's text in it may hold lone surrogates: they become "?"."""
     kind = "invalid_request_error" if status < 500 else "server_error"
+    kind = "rate_limit_error" if status == 429 else kind
     clean = message.encode("utf-8", "replace").decode()
     param = param and param.encode("utf-8", "replace").decode()
     return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
@@ -48,6 +63,12 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(str(error), 400, error.param)
         case AdapterNotFoundError():
             return ApiError(str(error), 404, code="adapter_not_found")
+        case OverloadedError():
+            return ApiError(str(error), 429, code="queue_full", retry_after=1)
+        case ShuttingDownError():
+            return ApiError(str(error), 503, code="shutting_down", retry_after=5)
+        case RequestTimeoutError():
+            return ApiError(str(error), 504, code="timeout")
         case VexpertError():
             return ApiError(str(error), 400)
         case EngineFailedError():
@@ -61,7 +82,9 @@ def error_response(error: Exception) -> JSONResponse:
     """The response for an exception."""
     told = api_error(error)
     body = error_object(told.message, told.status, told.param, told.code)
-    headers = {"WWW-Authenticate": "Bearer"} if told.status == 401 else None
+    headers = {"WWW-Authenticate": "Bearer"} if told.status == 401 else {}
+    if told.retry_after is not None:
+        headers["Retry-After"] = str(told.retry_after)
     return JSONResponse(body, told.status, headers)
 
 
@@ -77,6 +100,6 @@ async def _refuse_invalid(request: Request, error: Exception) -> JSONResponse:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every expected error of `app` with an OpenAI error object."""
-    for kind in (ApiError, VexpertError, EngineFailedError, HTTPException):
+    for kind in (ApiError, VexpertError, HTTPException, *SERVER_ERRORS):
         app.add_exception_handler(kind, _refuse)
     app.add_exception_handler(RequestValidationError, _refuse_invalid)

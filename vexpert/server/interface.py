@@ -24,7 +24,7 @@ class Tokenizer(Protocol):
 
 
 class EngineProtocol(Protocol):
-    """An engine. Only `load_adapter`, `unload_adapter` and `adapters` may run beside `step`."""
+    """An engine. Only the calls about adapters and `prepare` may run beside `step`."""
 
     config: "EngineConfig"
     max_model_len: int  # tokens of prompt and output together
@@ -36,6 +36,12 @@ class EngineProtocol(Protocol):
     @property
     def model_info(self) -> "ModelInfo":
         """Facts of the loaded model."""
+
+    def prepare(self, params: "SamplingParams") -> None:
+        """Compile what `params` constrain the output to. Raises RequestError."""
+
+    def adapter_folder(self, name: str) -> str | None:
+        """Folder of the newest version of an adapter; None if there is none."""
 
     def add_request(
         self,
@@ -59,12 +65,16 @@ class EngineProtocol(Protocol):
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
 
-    def load_adapter(
-        self, name: str, path: str, *, lora_B_layout: str | None = None, load_inplace: bool = False
-    ) -> "AdapterInfo":
-        """Load an adapter. Raises AdapterError."""
+    def load_adapter(self, name: str, path: str, **options: Any) -> "AdapterInfo":
+        """Load an adapter and wait for it. Raises AdapterError.
 
-    def unload_adapter(self, name: str) -> None:
+        Options: lora_B_layout, load_inplace, pinned.
+        """
+
+    def register_adapter(self, name: str, path: str, **options: Any) -> "AdapterInfo":
+        """The same, to be read when it is first needed."""
+
+    def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
         """Unload an adapter. Raises AdapterNotFoundError."""
 
     def adapters(self) -> "list[AdapterInfo]":
@@ -72,3 +82,6 @@ class EngineProtocol(Protocol):
 
     def stats(self) -> "EngineStats":
         """One look at the engine."""
+
+    def check_integrity(self) -> None:
+        """Assert that everything the engine keeps agrees; between two steps."""

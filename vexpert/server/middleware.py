@@ -1,15 +1,18 @@
-"""ASGI layers before the routes: the API key, the largest body, and errors of our own."""
+"""ASGI layers before the routes: API keys, draining, limits of the body, errors of our own."""
 
+import asyncio
 import hmac
 
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from vexpert.log import get_logger
 from vexpert.server.errors import ApiError, error_response
+from vexpert.server.progress import ShuttingDownError
+from vexpert.server.service import Service
 
 logger = get_logger(__name__)
 
-OPEN_PATHS = ("/health", "/ping")  # probes have no key
+OPEN_PATHS = ("/health", "/ready", "/ping")  # probes have no key
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
@@ -17,14 +20,18 @@ def _header(scope: Scope, name: bytes) -> bytes:
 
 
 class ApiKeyMiddleware:
-    """Answer 401 unless `Authorization: Bearer KEY` holds one of the keys."""
+    """Answer 401 unless `Authorization: Bearer KEY` holds one of the keys.
 
-    def __init__(self, app: ASGIApp, keys: tuple[str, ...]) -> None:
+    `keys`: the models that each is for, None for all; handed on as `vexpert_models` in the scope.
+    """
+
+    def __init__(self, app: ASGIApp, keys: dict[str, frozenset[str] | None]) -> None:
         self.app = app
-        self.keys = [key.encode() for key in keys]
+        self.keys = [(key.encode(), models) for key, models in keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or scope["path"] in OPEN_PATHS or self._knows(scope):
+        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        if is_open or self._knows(scope):
             await self.app(scope, receive, send)
             return
         error = ApiError(
@@ -37,16 +44,44 @@ class ApiKeyMiddleware:
     def _knows(self, scope: Scope) -> bool:
         kind, _, given = _header(scope, b"authorization").partition(b" ")
         # Every key is compared in full, so that the time taken tells nothing about them.
-        matches = [hmac.compare_digest(given.strip(), key) for key in self.keys]
-        return kind.lower() == b"bearer" and any(matches)
+        given = given.strip()
+        matches = [models for key, models in self.keys if hmac.compare_digest(given, key)]
+        if kind.lower() != b"bearer" or not matches:
+            return False
+        scope["vexpert_models"] = matches[0]
+        return True
+
+
+class DrainMiddleware:
+    """Counts the requests for work, and answers 503 to new ones once the service drains."""
+
+    def __init__(self, app: ASGIApp, service: Service) -> None:
+        self.app = app
+        self.service = service
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["method"] != "POST" or scope["path"] in OPEN_PATHS:
+            await self.app(scope, receive, send)
+            return
+        if self.service.is_draining:
+            response = error_response(ShuttingDownError("the server is shutting down"))
+            response.headers["Connection"] = "close"
+            await response(scope, receive, send)
+            return
+        self.service.active += 1
+        try:
+            await self.app(scope, receive, send)
+        finally:
+            self.service.active -= 1
 
 
 class BodyLimitMiddleware:
-    """Answer 413 to a body of more than `limit` bytes, before it is all read."""
+    """Answer 413 to a body of more than `limit` bytes before it is all read, 408 to a slow one."""
 
-    def __init__(self, app: ASGIApp, limit: int) -> None:
+    def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
         self.app = app
         self.limit = limit
+        self.seconds = seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         if scope["type"] != "http":
@@ -56,11 +91,18 @@ class BodyLimitMiddleware:
         if length.isdigit() and int(length) > self.limit:
             await error_response(self._error())(scope, receive, send)
             return
-        seen = 0
+        seen, is_complete = 0, False
+        end = asyncio.get_running_loop().time() + self.seconds
 
         async def limited() -> Message:
-            nonlocal seen
-            message = await receive()
+            nonlocal seen, is_complete
+            try:
+                async with asyncio.timeout_at(None if is_complete else end):
+                    message = await receive()
+            except TimeoutError:
+                late = f"the body did not arrive within {self.seconds} seconds"
+                raise ApiError(late, 408).as_http() from None
+            is_complete = not message.get("more_body", False)
             seen += len(message.get("body", b""))
             if seen > self.limit:
                 raise self._error().as_http()

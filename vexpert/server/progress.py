@@ -11,6 +11,21 @@ class EngineFailedError(RuntimeError):
     """The engine stopped on an error of its own; no request can be answered any more."""
 
 
+class ShuttingDownError(RuntimeError):
+    """The server ends: it takes no new requests, or cuts those that run at its deadline."""
+
+
+class OverloadedError(RuntimeError):
+    """As many requests wait as may."""
+
+
+class RequestTimeoutError(RuntimeError):
+    """A request has taken longer than the server allows."""
+
+    def __init__(self, seconds: float | None) -> None:
+        super().__init__(f"the answer was not complete after {seconds} seconds; ask for less")
+
+
 @dataclass(frozen=True)
 class Delta:
     """What one completion gained since the last update."""
@@ -33,7 +48,7 @@ class Update:
     prompt_logprobs: list[LogprobRow | None] | None
 
 
-Failure = EngineFailedError | RequestError  # of all requests, or of one
+Failure = EngineFailedError | ShuttingDownError | RequestError  # of all requests, or of one
 Sink = Callable[[Update | Failure], None]
 
 
@@ -53,6 +68,7 @@ class Tracker:
     num_prompt_tokens: int
     every_step: bool
     sink: Sink
+    num_sequences: int
     arrival: float  # seconds, perf_counter
     last_token: float | None = None  # seconds, perf_counter; None before the first token
     num_tokens: int = 0  # generated, over all n completions

@@ -4,15 +4,18 @@ import asyncio
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
+from typing import Any, Protocol
 
 from jinja2 import TemplateError
 
 from vexpert.errors import RequestError
 from vexpert.server.interface import EngineProtocol
-from vexpert.server.protocol.chat import ChatCompletionRequest
+from vexpert.server.protocol.message import Message
+from vexpert.server.templates import adapter_template
 
 # What a template raises when its variables are of another kind than it expects.
 TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+ToolList = Sequence[dict[str, Any]]
 BYTES_PER_TOKEN = 64  # of UTF-8, at most, on average over a prompt
 
 
@@ -24,10 +27,21 @@ class Prompt:
     token_ids: list[int]
 
 
+class Conversation(Protocol):
+    """What a prompt is made of: a chat request, or a request to count one's tokens."""
+
+    messages: list[Message]
+    add_generation_prompt: bool | None
+    add_special_tokens: bool | None
+    chat_template_kwargs: dict[str, Any] | None
+
+
 class PromptBuilder:
     """Builds prompts on one thread of its own: tokenizers are not safe to share, nor quick."""
 
-    def __init__(self, engine: EngineProtocol) -> None:
+    def __init__(self, engine: EngineProtocol, chat_template: str | None = None) -> None:
+        """`chat_template`: in place of the tokenizer's own."""
+        self._chat_template = chat_template
         self._tokenizer = engine.tokenizer
         self._info = engine.model_info
         self._max_model_len = engine.max_model_len
@@ -36,10 +50,17 @@ class PromptBuilder:
     def close(self) -> None:
         self._thread.shutdown(cancel_futures=True)
 
-    async def chat(self, body: ChatCompletionRequest) -> Prompt:
-        """The prompt of a conversation. Raises RequestError."""
+    async def chat(
+        self, body: Conversation, folder: str | None = None, tools: ToolList = (), opening: str = ""
+    ) -> Prompt:
+        """The prompt of a conversation. Raises RequestError.
+
+        `folder` is the adapter's, whose own chat template counts if it ships one; `tools` are as
+        templates take them; the prompt ends with `opening`.
+        """
         loop = asyncio.get_running_loop()
-        return await loop.run_in_executor(self._thread, self._chat, body)
+        work = (body, folder, tools, opening)
+        return await loop.run_in_executor(self._thread, self._chat, *work)
 
     async def plain(
         self, prompts: Sequence[str | list[int]], add_special_tokens: bool
@@ -49,21 +70,37 @@ class PromptBuilder:
         work = (prompts, add_special_tokens)
         return await loop.run_in_executor(self._thread, self._plain, *work)
 
-    def _chat(self, body: ChatCompletionRequest) -> Prompt:
-        if not getattr(self._tokenizer, "chat_template", None):
+    def _template(self, folder: str | None, tools: ToolList) -> str | None:
+        """The template to use; None: the tokenizer's own. Raises RequestError."""
+        own = None if folder is None else adapter_template(folder)
+        template = own or self._chat_template or getattr(self._tokenizer, "chat_template", None)
+        if not template:
             message = "this model has no chat template; use /v1/completions"
             raise RequestError(message, "messages")
+        if tools and "tools" not in str(template):
+            message = "tools: the chat template of this model takes no tools; leave them out"
+            raise RequestError(message, "tools")
+        return own or self._chat_template
+
+    def _chat(
+        self, body: Conversation, folder: str | None, tools: ToolList, opening: str
+    ) -> Prompt:
+        template = self._template(folder, tools)
+        options: dict[str, Any] = {} if template is None else {"chat_template": template}
+        options |= {"tools": list(tools)} if tools else {}
         prompting = True if body.add_generation_prompt is None else body.add_generation_prompt
         try:
             text = self._tokenizer.apply_chat_template(
                 [message.for_template() for message in body.messages],
                 tokenize=False,
                 add_generation_prompt=prompting,
+                **options,
                 **(body.chat_template_kwargs or {}),
             )
         except TEMPLATE_ERRORS as error:
             message = f"the model's chat template refuses these messages: {error}"
             raise RequestError(message, "messages") from error
+        text += opening
         return Prompt(text, self._encode(text, bool(body.add_special_tokens), "messages"))
 
     def _plain(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[Prompt]:
@@ -96,6 +133,18 @@ class PromptBuilder:
                 rule = f"token ids go from 0 to {self._info.vocab_size - 1}"
                 raise RequestError(f"prompt: token {token}: {rule}", "prompt")
         return token_ids
+
+    async def pieces(self, token_ids: list[int]) -> list[str]:
+        """The text of each token alone. Raises RequestError."""
+        loop = asyncio.get_running_loop()
+        work = lambda: [self.decode([token]) for token in self._check_ids(token_ids)]  # noqa: E731
+        return await loop.run_in_executor(self._thread, work)
+
+    async def text(self, token_ids: list[int]) -> str:
+        """The text of `token_ids`. Raises RequestError."""
+        loop = asyncio.get_running_loop()
+        work = lambda: self.decode(self._check_ids(token_ids))  # noqa: E731
+        return await loop.run_in_executor(self._thread, work)
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids))

@@ -4,14 +4,19 @@ import asyncio
 import contextlib
 import signal
 import socket
+import time
 from collections.abc import Callable, Iterator
+from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
 
+from vexpert.log import get_logger
 from vexpert.server.service import Service
 
-SHUTDOWN_SECONDS = 5  # running requests may finish this long after a signal
+CLOSE_SECONDS = 5  # for connections to close once their requests have ended
+POLL_SECONDS = 0.02
+logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
 
@@ -37,15 +42,25 @@ def url_of(bound: socket.socket, host: str) -> str:
 
 
 class Server(uvicorn.Server):
-    """uvicorn's server, which calls `on_ready` once it answers, and which a signal ends with 0."""
+    """uvicorn's server, which calls `on_ready` once it answers, and which a signal ends with 0.
 
-    def __init__(self, config: uvicorn.Config, on_ready: Callable[[], None]) -> None:
+    After the signal new requests get 503 while accepted ones go on, up to the deadline; what then
+    still runs gets an error. A second signal is the deadline.
+    """
+
+    def __init__(
+        self, config: uvicorn.Config, on_ready: Callable[[], None], service: Service
+    ) -> None:
         super().__init__(config)
+        self._service = service
+        self._drain: asyncio.Task[None] | None = None
+        self._is_hurried = False
         self._on_ready = on_ready
         self._announcing: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then ask the server's own health page in a task beside it."""
+        self._loop = asyncio.get_running_loop()
         await super().startup(sockets)
         if self.started and sockets:
             self._announcing = asyncio.ensure_future(self._announce(sockets[0]))
@@ -54,6 +69,41 @@ class Server(uvicorn.Server):
         while not await _answers(bound):
             await asyncio.sleep(0.05)
         self._on_ready()
+
+    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
+        """Begin to drain; called by Python's signal handling."""
+        if self._service.is_draining:
+            self._is_hurried = True
+            return
+        self._service.is_draining = True
+        if not self.started:
+            self.should_exit = True
+            return
+        self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _begin_drain(self) -> None:
+        self._drain = asyncio.ensure_future(self._drain_requests())
+
+    async def _drain_requests(self) -> None:
+        service, seconds = self._service, self._service.options.shutdown_timeout
+        if service.active:
+            logger.info(
+                "shutting down: %d requests have %.0f seconds to end", service.active, seconds
+            )
+        if not await self._is_idle(seconds) and service.engine.failure is None:
+            logger.warning("shutting down: %d requests are cut off", service.active)
+            await service.engine.cut("the server is shutting down and cannot complete this answer")
+            await self._is_idle(CLOSE_SECONDS, may_hurry=False)
+        self.should_exit = True
+
+    async def _is_idle(self, seconds: float, may_hurry: bool = True) -> bool:
+        """Wait until no request runs, at most `seconds`; whether none does."""
+        end = time.monotonic() + seconds
+        while self._service.active and time.monotonic() < end:
+            if may_hurry and self._is_hurried:
+                break
+            await asyncio.sleep(POLL_SECONDS)
+        return self._service.active == 0
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -79,20 +129,18 @@ async def _answers(bound: socket.socket) -> bool:
     return b" 200 " in status
 
 
-def run(
-    app: FastAPI, bound: socket.socket, on_ready: Callable[[], None], *, access_log: bool = True
-) -> int:
+def run(app: FastAPI, bound: socket.socket, on_ready: Callable[[], None]) -> int:
     """Serve until a signal or until the engine fails; the exit code. Logging is left alone."""
     service = app.state.service
     assert isinstance(service, Service)
     config = uvicorn.Config(
         app,
         log_config=None,
-        access_log=access_log,
+        access_log=False,  # requests_log.py writes it
         lifespan="on",
-        timeout_graceful_shutdown=SHUTDOWN_SECONDS,
+        timeout_graceful_shutdown=CLOSE_SECONDS,
     )
-    server = Server(config, on_ready)
+    server = Server(config, on_ready, service)
     failed = False
 
     def end() -> None:

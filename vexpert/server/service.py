@@ -1,6 +1,7 @@
 """What the routes share: the engine, the names it is served under, and how a name is resolved."""
 
 import time
+from pathlib import Path
 
 from starlette.requests import Request
 
@@ -12,6 +13,7 @@ from vexpert.server.metrics import Metrics
 from vexpert.server.options import ServerOptions
 from vexpert.server.prompts import PromptBuilder
 from vexpert.server.recorder import Recorder
+from vexpert.server.tools.formats import FORMATS, ToolFormat
 
 SHOWN_NAMES = 20
 
@@ -19,11 +21,14 @@ SHOWN_NAMES = 20
 class Service:
     """One served model. Raises ConfigError when a base name is an adapter's too."""
 
+    is_draining = False  # a signal has come: no new requests
+    active = 0  # requests for work that have not been answered in full
+
     def __init__(self, engine: EngineProtocol, options: ServerOptions) -> None:
         self.options = options
         self.recorder = Recorder()
-        self.engine = AsyncEngine(engine, self.recorder)
-        self.prompts = PromptBuilder(engine)
+        self.engine = AsyncEngine(engine, self.recorder, options.max_queue_len, options.keep_alive)
+        self.prompts = PromptBuilder(engine, options.chat_template)
         self.info = engine.model_info
         self.max_model_len = engine.max_model_len
         self.base_names = options.served_model_names or (self.info.name,)
@@ -35,9 +40,62 @@ class Service:
                     f"adapter {info.name!r} has the name of the base model; rename it"
                 )
 
+    async def metrics_page(self) -> bytes:
+        """The page for Prometheus."""
+        infos = self.engine.engine.adapters()
+        await self.engine.forget_counts({info.name for info in infos})
+        stats = await self.engine.stats()
+        return self.metrics.page(stats, infos)
+
     def adapter_of(self, model: str) -> str | None:
-        """The adapter a request names; None: the base model."""
-        return None if model in self.base_names else model
+        """The adapter that `model` names, alone or as BASE:ADAPTER; None: the base model."""
+        if model in self.base_names:
+            return None
+        for base in self.base_names:
+            if model.startswith(f"{base}:") and self.engine.engine.adapter_folder(model) is None:
+                return model.removeprefix(f"{base}:")
+        return model
+
+    def tool_format(self) -> ToolFormat | None:
+        """How the model writes tool calls, if the server was told."""
+        name = self.options.tool_call_parser
+        return None if name is None else FORMATS[name]
+
+    def admit(self, request: Request, model: str, sequences: int = 1) -> None:
+        """Raise ApiError if this key may not use `model`, OverloadedError if the queue is full."""
+        self.check_allowed(request, model)
+        self.engine.check_room(sequences)
+
+    def check_allowed(self, request: Request, model: str) -> None:
+        """Raise ApiError if the request's API key is not for `model`."""
+        allowed = allowed_models(request)
+        name = self.adapter_of(model)
+        names = set(self.base_names) if name is None else {name}
+        if allowed is not None and not names & allowed:
+            message = f"this API key may not use model {model!r}"
+            raise ApiError(message, 403, "model", "model_not_allowed")
+
+    def check_may_change_adapters(self, request: Request) -> None:
+        """Raise ApiError if the request's API key is for some models only."""
+        if allowed_models(request) is not None:
+            message = "this API key is for some models only and cannot load or unload adapters"
+            raise ApiError(message, 403, code="not_allowed")
+
+    def check_adapter_path(self, path: str) -> None:
+        """Raise ApiError for an adapter's folder outside the allowed roots, or with links out."""
+        roots = [Path(root).resolve() for root in self.options.adapter_roots]
+        if not roots:
+            return
+        folder = Path(path)
+        try:
+            places = [folder, *(folder.iterdir() if folder.is_dir() else ())]
+            inside = all(_is_inside(place.resolve(), roots) for place in places)
+        except (OSError, ValueError, RuntimeError):
+            inside = False
+        if not inside:
+            shown = ", ".join(map(str, roots))
+            message = f"lora_path={path!r}: adapters may be loaded from {shown} only"
+            raise ApiError(message, 403, "lora_path", "path_not_allowed")
 
     def names(self) -> list[str]:
         """Every name a request may use: base names, then adapters."""
@@ -50,6 +108,16 @@ class Service:
         known = ", ".join(names[:SHOWN_NAMES]) + more
         message = f"model {model!r} does not exist; known: {known}"
         return ApiError(message, 404, "model", "model_not_found")
+
+
+def _is_inside(place: Path, roots: list[Path]) -> bool:
+    return any(place.is_relative_to(root) for root in roots)
+
+
+def allowed_models(request: Request) -> frozenset[str] | None:
+    """The names that the request's API key is for; None: all."""
+    allowed: frozenset[str] | None = request.scope.get("vexpert_models")
+    return allowed
 
 
 def service_of(request: Request) -> Service:

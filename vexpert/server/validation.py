@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any
 
-from vexpert.server.protocol.fields import known_fields
+from vexpert.server.protocol.fields import known_fields, known_models
 
 NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 
@@ -32,7 +32,10 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
 
 def _is_branch(part: object) -> bool:
     """Whether a piece of a location names a branch of a union, not a field."""
-    return isinstance(part, str) and (part in ("str", "int", "float", "bool") or "[" in part)
+    if not isinstance(part, str):
+        return False
+    models = {model.__name__ for model in known_models()}
+    return part in ("str", "int", "float", "bool", *models) or "[" in part
 
 
 def _dotted(path: list[str | int]) -> str:

@@ -2,15 +2,15 @@
 
 from typing import Annotated, Any, Literal
 
-from pydantic import BeforeValidator, Field
+from pydantic import Field, model_validator
 
+from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError
 from vexpert.server.protocol.fields import Positive, StrictModel, TopCount, only, refusal
+from vexpert.server.protocol.message import OLD_FUNCTIONS, TEXT_ONLY, Message
 from vexpert.server.protocol.sampling import SamplingFields
+from vexpert.server.protocol.tools import ToolChoiceField, Tools
 
-NO_TOOLS = "tool calling is not served; leave the field out"
-TEXT_ONLY = "this server takes and gives text only"
-ROLES = ("system", "developer", "user", "assistant")
 # Arguments of apply_chat_template that are not variables of a template.
 RESERVED = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
@@ -19,52 +19,36 @@ RESERVED = {
 }  # fmt: skip
 
 
-class TextPart(StrictModel):
-    """One piece of a message."""
+class JsonSchemaFormat(StrictModel):
+    """A named JSON schema. `strict` false: objects may have properties that it does not name."""
 
-    type: Literal["text"]
-    text: str
-
-
-def check_content(value: Any) -> Any:
-    """Say which kind of part is at fault before pydantic tries the branches of the union."""
-    if isinstance(value, str):
-        return value
-    if not isinstance(value, list) or not value:
-        raise refusal("must be a string or a non-empty list of text parts")
-    for part in value:
-        kind = part.get("type") if isinstance(part, dict) else None
-        if kind != "text":
-            raise refusal(f"a part of type {kind!r} is not served: {TEXT_ONLY}")
-    return value
+    name: Annotated[str, Field(pattern=r"^[a-zA-Z0-9_-]{1,64}$")]
+    description: str | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+    strict: bool | None = None
 
 
-def check_role(value: Any) -> Any:
-    """Refuse the roles of tool calling by their own reason."""
-    if value in ("tool", "function"):
-        raise refusal(f"role {value!r}: {NO_TOOLS}")
-    if value not in ROLES:
-        raise refusal(f"{value!r}: use one of {', '.join(ROLES)}")
-    return value
+class ResponseFormat(StrictModel):
+    """What the text of the answer is."""
 
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchemaFormat | None = None
 
-class Message(StrictModel):
-    """One turn of the conversation."""
+    @model_validator(mode="after")
+    def _check(self) -> "ResponseFormat":
+        if (self.json_schema is not None) != (self.type == "json_schema"):
+            raise refusal("the field 'json_schema' goes with type 'json_schema', and needs it")
+        return self
 
-    role: Annotated[str, BeforeValidator(check_role)]
-    content: Annotated[str | list[TextPart], BeforeValidator(check_content)]
-    name: str | None = None  # handed to the chat template
-    refusal: Annotated[Any, only("an assistant's refusal cannot be replayed; use content")] = None
-    audio: Annotated[Any, only(TEXT_ONLY)] = None
-    function_call: Annotated[Any, only(NO_TOOLS)] = None
-    tool_calls: Annotated[Any, only(NO_TOOLS, [])] = None
-
-    def for_template(self) -> dict[str, str]:
-        """The message as chat templates take it; text parts are joined by line breaks."""
-        content = self.content
-        text = content if isinstance(content, str) else "\n".join(part.text for part in content)
-        role = "system" if self.role == "developer" else self.role
-        return {"role": role, "content": text} | ({"name": self.name} if self.name else {})
+    def constraint(self) -> StructuredOutputs | None:
+        """The same for the sampler. Raises RequestError for a malformed schema."""
+        if self.type == "text":
+            return None
+        form = self.json_schema
+        if form is None or form.schema_ is None:
+            return StructuredOutputs(json_object=True, param="response_format")
+        strict = form.strict is not False
+        return StructuredOutputs(json=form.schema_, strict=strict, param="response_format")
 
 
 class ChatCompletionRequest(SamplingFields):
@@ -77,17 +61,20 @@ class ChatCompletionRequest(SamplingFields):
     top_logprobs: TopCount | None = None
     add_generation_prompt: bool | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+    response_format: ResponseFormat | None = None
+    tools: Tools | None = None
+    tool_choice: ToolChoiceField = None
+    parallel_tool_calls: bool | None = None
 
     # Labels and hints that change no answer.
     metadata: dict[str, str] | None = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
-    parallel_tool_calls: bool | None = None
 
     # Served in their neutral value only.
     audio: Annotated[Any, only(TEXT_ONLY)] = None
-    function_call: Annotated[Any, only(NO_TOOLS, "none")] = None
-    functions: Annotated[Any, only(NO_TOOLS, [])] = None
+    function_call: Annotated[Any, only(OLD_FUNCTIONS, "none")] = None
+    functions: Annotated[Any, only(OLD_FUNCTIONS, [])] = None
     modalities: Annotated[Any, only(TEXT_ONLY, ["text"])] = None
     moderation: Annotated[Any, only("moderation is not offered")] = None
     prediction: Annotated[Any, only("predicted outputs are not offered")] = None
@@ -98,13 +85,8 @@ class ChatCompletionRequest(SamplingFields):
     reasoning_effort: Annotated[
         Any, only("set what the model's template knows in chat_template_kwargs", "none")
     ] = None
-    response_format: Annotated[
-        Any, only("structured output is not served; use text", {"type": "text"})
-    ] = None
     service_tier: Annotated[Any, only("there is one tier; use auto", "auto", "default")] = None
     store: Annotated[Any, only("answers are not stored", False)] = None
-    tool_choice: Annotated[Any, only(NO_TOOLS, "none", "auto")] = None
-    tools: Annotated[Any, only(NO_TOOLS, [])] = None
     verbosity: Annotated[Any, only("verbosity cannot be set; ask in words", "medium")] = None
     web_search_options: Annotated[Any, only("web search is not offered")] = None
 
@@ -121,6 +103,11 @@ class ChatCompletionRequest(SamplingFields):
         if reserved:
             message = f"chat_template_kwargs: {', '.join(reserved)} cannot be set here"
             raise RequestError(message, "chat_template_kwargs")
+
+    def constraints(self) -> list[StructuredOutputs]:
+        """As for all completions, and `response_format`."""
+        own = None if self.response_format is None else self.response_format.constraint()
+        return super().constraints() + ([] if own is None else [own])
 
     @property
     def output_limit(self) -> int | None:

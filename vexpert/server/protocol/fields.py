@@ -33,12 +33,17 @@ def only(reason: str, *neutral: object) -> AfterValidator:
     return AfterValidator(check)
 
 
-def known_fields() -> set[str]:
-    """Names of all fields of all bodies, for hints."""
-    names: set[str] = set()
+def known_models() -> list[type[BaseModel]]:
+    """All bodies and parts of bodies."""
+    models: list[type[BaseModel]] = []
     pending: list[type[BaseModel]] = [StrictModel]
     while pending:
         model = pending.pop()
-        names |= set(model.model_fields)
+        models.append(model)
         pending += model.__subclasses__()
-    return names
+    return models
+
+
+def known_fields() -> set[str]:
+    """Names of all fields of all bodies, for hints."""
+    return {name for model in known_models() for name in model.model_fields}

@@ -5,6 +5,7 @@ from typing import Annotated, Any
 from pydantic import Field
 
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError
 from vexpert.server.protocol.fields import Count, Int64, Positive, StrictModel, TopCount, only
 
@@ -26,6 +27,20 @@ PASSED_ON = (
     "prompt_logprobs",
     "skip_special_tokens",
 )
+
+
+GUIDED = ("json", "regex", "choice", "grammar")
+
+
+class StructuredFields(StrictModel):
+    """vLLM's `structured_outputs`: one kind of constraint on the text of the answer."""
+
+    json_: dict[str, Any] | str | None = Field(None, alias="json")
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool | None = None
 
 
 class StreamOptions(StrictModel):
@@ -64,6 +79,11 @@ class SamplingFields(StrictModel):
     prompt_logprobs: TopCount | None = None
     skip_special_tokens: bool | None = None
     add_special_tokens: bool | None = None
+    structured_outputs: StructuredFields | None = None
+    guided_json: dict[str, Any] | str | None = None
+    guided_regex: str | None = None
+    guided_choice: list[str] | None = None
+    guided_grammar: str | None = None
 
     def check_stream_fields(self) -> None:
         """Raise RequestError for fields that contradict `stream`."""
@@ -75,6 +95,28 @@ class SamplingFields(StrictModel):
     @property
     def include_usage(self) -> bool:
         return bool(self.stream_options and self.stream_options.include_usage)
+
+    def constraints(self) -> list[StructuredOutputs]:
+        """What the fields constrain the text to. Raises RequestError for a malformed one."""
+        fields = self.structured_outputs
+        found = []
+        if fields is not None:
+            given = fields.model_dump(by_alias=True, exclude_none=True)
+            found.append(StructuredOutputs(**given))
+        for kind in GUIDED:
+            value = getattr(self, f"guided_{kind}")
+            if value is not None:
+                options: dict[str, Any] = {kind: value, "param": f"guided_{kind}"}
+                found.append(StructuredOutputs(**options))
+        return found
+
+    def constraint(self) -> StructuredOutputs | None:
+        """The one of them. Raises RequestError if there are several."""
+        found = self.constraints()
+        if len(found) > 1:
+            first, second = found[0].param, found[1].param
+            raise RequestError(f"{second}: contradicts {first}; send one of them", second)
+        return found[0] if found else None
 
     def build_params(
         self, defaults: dict[str, Any], vocab_size: int, **overrides: Any

@@ -6,7 +6,8 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vexpert.errors import AdapterNotFoundError
+from vexpert.engine.structured_outputs import StructuredOutputs
+from vexpert.errors import AdapterNotFoundError, RequestError
 from vexpert.server.answer import Head, Json, answer, new_id
 from vexpert.server.generation import Job
 from vexpert.server.logprobs import chat_logprobs, prompt_logprobs
@@ -14,6 +15,8 @@ from vexpert.server.progress import Delta, Update
 from vexpert.server.prompts import output_room
 from vexpert.server.protocol.chat import ChatCompletionRequest
 from vexpert.server.service import Service, service_of
+from vexpert.server.tools.answer import ToolAnswer
+from vexpert.server.tools.plan import ToolPlan, plan_tools
 
 router = APIRouter()
 
@@ -27,30 +30,53 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """
     service = service_of(request)
     body.check()
-    job = await _job(service, body)
+    service.admit(request, body.model)
+    plan = plan_tools(body, service.tool_format())
+    job = await _job(service, body, plan)
+    formatter = ChatFormatter(body, job.request_id, plan)
     try:
-        return await answer(request, service.engine, job, ChatFormatter(body, job.request_id))
+        return await answer(request, service.engine, job, formatter)
     except AdapterNotFoundError as error:
         raise service.unknown_model(body.model) from error
 
 
-async def _job(service: Service, body: ChatCompletionRequest) -> Job:
-    prompt = await service.prompts.chat(body)
+def _constraint(body: ChatCompletionRequest, plan: ToolPlan | None) -> StructuredOutputs | None:
+    """Of the answer's text. Raises RequestError where tools and another constraint meet."""
+    wanted = body.constraint()
+    if plan is None:
+        return wanted
+    if wanted is not None:
+        message = f"{wanted.param}: not together with tools, which decide the form of the answer"
+        raise RequestError(message, wanted.param)
+    return plan.constraint()
+
+
+async def _job(service: Service, body: ChatCompletionRequest, plan: ToolPlan | None) -> Job:
+    constraint = _constraint(body, plan)
+    adapter = service.adapter_of(body.model)
+    folder = None if adapter is None else service.engine.engine.adapter_folder(adapter)
+    tools, opening = ([], "") if plan is None else (plan.for_template(), plan.opening)
+    prompt = await service.prompts.chat(body, folder, tools, opening)
     room = output_room(prompt, body.output_limit, service.max_model_len, "messages")
     params = body.build_params(
         service.options.sampling_defaults,
         service.info.vocab_size,
         max_tokens=room,
         logprobs=body.wanted_logprobs,
+        structured_outputs=constraint,
+        # The marks of calls may be special tokens.
+        **({} if plan is None else {"skip_special_tokens": False}),
     )
-    adapter = service.adapter_of(body.model)
-    return Job(new_id("chatcmpl"), [prompt], [params], adapter, bool(body.stream))
+    timeout = service.options.request_timeout
+    return Job(new_id("chatcmpl"), [prompt], [params], adapter, bool(body.stream), timeout)
 
 
 class ChatFormatter:
     """Chat completions, whole and in chunks."""
 
-    def __init__(self, body: ChatCompletionRequest, id: str) -> None:
+    def __init__(self, body: ChatCompletionRequest, id: str, plan: ToolPlan | None = None) -> None:
+        self._plan = plan
+        self._choices: dict[int, ToolAnswer] = {}
         self.include_usage = body.include_usage
         self._head = Head(id, body.model)
         self._count = body.wanted_logprobs
@@ -62,7 +88,7 @@ class ChatFormatter:
         choices = [
             {
                 "index": delta.index,
-                "message": {"role": "assistant", "content": delta.text, "refusal": None},
+                "message": self._message(delta),
                 **self._ending(delta),
             }
             for delta in update.deltas
@@ -79,9 +105,34 @@ class ChatFormatter:
                 role = {"role": "assistant", "content": ""}
                 begin = {"index": delta.index, "delta": role, "logprobs": None}
                 yield self._chunk(begin | {"finish_reason": None})
-            if delta.text or delta.finish_reason or self._count is not None:
-                words = {"content": delta.text} if delta.text else {}
-                yield self._chunk({"index": delta.index, "delta": words, **self._ending(delta)})
+            yield from self._parts(delta)
+
+    def _parts(self, delta: Delta) -> Iterator[Json]:
+        """Chunks of what is new; the last one tells log-probabilities and the end."""
+        parts = self._new_words(delta)
+        for part in parts[:-1]:
+            still = {"logprobs": None, "finish_reason": None}
+            yield self._chunk({"index": delta.index, "delta": part, **still})
+        if parts or delta.finish_reason or self._count is not None:
+            last = parts[-1] if parts else {}
+            yield self._chunk({"index": delta.index, "delta": last, **self._ending(delta)})
+
+    def _new_words(self, delta: Delta) -> list[Json]:
+        tools = self._tools(delta.index)
+        if tools is None:
+            return [{"content": delta.text}] if delta.text else []
+        return tools.deltas(delta.text, delta.finish_reason is not None)
+
+    def _message(self, delta: Delta) -> Json:
+        tools = self._tools(delta.index)
+        if tools is None:
+            return {"role": "assistant", "content": delta.text, "refusal": None}
+        return tools.message(delta.text)
+
+    def _tools(self, index: int) -> "ToolAnswer | None":
+        if self._plan is not None and index not in self._choices:
+            self._choices[index] = ToolAnswer(self._plan)
+        return self._choices.get(index)
 
     def last_chunk(self) -> Json:
         return self._head.fields("chat.completion.chunk") | {"choices": []}
@@ -92,8 +143,10 @@ class ChatFormatter:
     def _ending(self, delta: Delta) -> Json:
         rows = delta.logprobs
         wanted = self._count is not None and rows is not None
+        tools = self._choices.get(delta.index)
+        called = tools is not None and tools.has_calls and delta.finish_reason == "stop"
         return {
             "logprobs": chat_logprobs(delta.token_ids, rows, self._count or 0) if wanted else None,
-            "finish_reason": delta.finish_reason,
+            "finish_reason": "tool_calls" if called else delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }

@@ -1,7 +1,7 @@
 """POST /v1/completions."""
 
 from collections.abc import Iterator, Sequence
-from typing import cast
+from typing import Any, cast
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -25,6 +25,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Continue one or many prompts with the base model or with the adapter that `model` names."""
     service = service_of(request)
     body.check()
+    service.admit(request, body.model, len(body.prompts) * (body.n or 1))
     job = await _job(service, body)
     formatter = CompletionFormatter(body, job, service.prompts)
     try:
@@ -39,7 +40,7 @@ async def _job(service: Service, body: CompletionRequest) -> Job:
     # An echo of the prompt alone still takes one step, which gives its log-probabilities.
     wanted = 1 if body.max_tokens == 0 else body.max_tokens
     limits = [_limit(prompt, wanted, service.max_model_len) for prompt in prompts]
-    asked = {"logprobs": body.logprobs}
+    asked: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": body.constraint()}
     if body.echo and body.logprobs is not None:
         asked["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     params = [
@@ -54,6 +55,7 @@ async def _job(service: Service, body: CompletionRequest) -> Job:
         params,
         service.adapter_of(body.model),
         stream=bool(body.stream),
+        timeout=service.options.request_timeout,
         prompt_only=body.max_tokens == 0,
     )
 

@@ -1,4 +1,4 @@
-"""GET /health, /ping, /version and /metrics."""
+"""GET /health, /ready, /ping, /version and /metrics."""
 
 from typing import Any
 
@@ -9,6 +9,7 @@ from starlette.responses import Response
 
 from vexpert import __version__
 from vexpert.server.errors import error_response
+from vexpert.server.progress import ShuttingDownError
 from vexpert.server.service import service_of
 
 router = APIRouter()
@@ -25,7 +26,16 @@ async def health(request: Request) -> Response:
     return response
 
 
-@router.api_route("/ping", methods=["GET", "POST"])
+@router.get("/ready")
+async def ready(request: Request) -> Response:
+    """200 while new requests are taken, 503 once the server drains or the engine has failed."""
+    if service_of(request).is_draining:
+        return error_response(ShuttingDownError("the server is shutting down"))
+    return await health(request)
+
+
+@router.get("/ping")
+@router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> Response:
     """The same, under the name that SageMaker asks for."""
     return await health(request)
@@ -40,6 +50,5 @@ async def version() -> dict[str, Any]:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Numbers for Prometheus."""
-    service = service_of(request)
-    page = service.metrics.page(await service.engine.stats())
+    page = await service_of(request).metrics_page()
     return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -5,7 +5,7 @@ from typing import Any
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from vexpert.server.service import Service, service_of
+from vexpert.server.service import Service, allowed_models, service_of
 
 router = APIRouter()
 
@@ -25,17 +25,24 @@ def _entries(service: Service) -> list[dict[str, Any]]:
     return bases + adapters
 
 
+def _entries_for(request: Request) -> list[dict[str, Any]]:
+    """The entries that the request's API key is for."""
+    allowed = allowed_models(request)
+    entries = _entries(service_of(request))
+    return [entry for entry in entries if allowed is None or entry["id"] in allowed]
+
+
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """Every name that a request's `model` field may hold."""
-    return {"object": "list", "data": _entries(service_of(request))}
+    return {"object": "list", "data": _entries_for(request)}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     """One of them; 404 if nobody has this name."""
     service = service_of(request)
-    for entry in _entries(service):
+    for entry in _entries_for(request):
         if entry["id"] == model:
             return entry
     raise service.unknown_model(model)

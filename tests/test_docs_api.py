@@ -1,0 +1,53 @@
+"""docs/api.md and docs/operations.md: every example runs, every field and option is told."""
+
+import argparse
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_server import BASE, serving
+from test_server_tools import TEMPLATE
+
+from vexpert import demo
+from vexpert.cli import serve
+from vexpert.config import EngineConfig
+from vexpert.engine.engine import Engine
+from vexpert.server.options import ServerOptions
+from vexpert.server.protocol.chat import ChatCompletionRequest
+from vexpert.server.protocol.completion import CompletionRequest
+
+DOCS = Path(__file__).parent.parent / "docs"
+API, OPERATIONS = ((DOCS / name).read_text() for name in ("api.md", "operations.md"))
+
+
+def test_every_example_runs() -> None:
+    pytest.importorskip("xgrammar")
+    engine = Engine(EngineConfig(model=str(demo.model_path()), max_num_seqs=16))
+    engine.load_adapter("upper", str(demo.adapter_paths()["upper"]))
+    options = ServerOptions(
+        (BASE,), chat_template=TEMPLATE, tool_call_parser="hermes", status_interval=None
+    )
+    blocks = re.findall(r"```python\n(.*?)```", API, re.DOTALL)
+    assert len(blocks) == 4
+    names: dict[str, Any] = {}
+    with serving(engine, options) as running:
+        for block in blocks:
+            exec(block.replace("http://127.0.0.1:8000", running.url), names)
+        for command in re.findall(r"^\$ curl .*?(/\S+)$", OPERATIONS, re.MULTILINE):
+            assert running.get(command.removeprefix("//127.0.0.1:8000")).status_code == 200
+        names["client"].close()
+
+
+@pytest.mark.parametrize("body", [ChatCompletionRequest, CompletionRequest])
+def test_every_field_is_told(body: Any) -> None:
+    told = set(re.findall(r"`([A-Za-z_]+)`", API))
+    assert set(body.model_fields) <= told
+
+
+def test_every_option_of_the_server_is_told() -> None:
+    parser = argparse.ArgumentParser()
+    serve._add_server_options(parser)
+    flags = {flag for action in parser._actions for flag in action.option_strings}
+    told = set(re.findall(r"`(--[a-z-]+)", OPERATIONS))
+    assert flags - {"-h", "--help"} <= told

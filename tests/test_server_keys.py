@@ -1,0 +1,117 @@
+"""Keys for some models only, and folders that adapters may come from."""
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_server import BASE, RunningServer, make_fake_engine, serving
+
+from vexpert.errors import ConfigError
+from vexpert.server.keys import read_keys
+from vexpert.server.options import ServerOptions
+
+TEXT = "/v1/completions"
+KEYS = """
+# who may ask what
+all-models
+one     upper
+base    vexpert-demo sort
+"""
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    file = tmp_path_factory.mktemp("keys") / "keys.txt"
+    file.write_text(KEYS)
+    keys = read_keys(str(file))
+    options = ServerOptions(
+        (BASE,),
+        api_keys=tuple(key for key, models in keys.items() if not models),
+        restricted_keys={key: models for key, models in keys.items() if models},
+        status_interval=None,
+    )
+    with serving(make_fake_engine(), options) as running:
+        yield running
+
+
+def status(server: RunningServer, key: str, model: str) -> int:
+    headers = {"Authorization": f"Bearer {key}"}
+    body = {"model": model, "prompt": "x"}
+    answers = {server.post(path, json=body, headers=headers).status_code for path in (TEXT, TOKENS)}
+    assert len(answers) == 1
+    return answers.pop()
+
+
+TOKENS = "/tokenize"
+
+
+@pytest.mark.parametrize(
+    ("key", "model", "expected"),
+    [
+        ("all-models", "sort", 200),
+        ("all-models", "nobody", 404),
+        ("one", "upper", 200),
+        ("one", f"{BASE}:upper", 200),
+        ("one", "sort", 403),
+        ("one", BASE, 403),
+        ("one", "nobody", 403),  # what exists is not told
+        ("base", BASE, 200),
+        ("base", "sort", 200),
+        ("base", "upper", 403),
+        ("nobody", "upper", 401),
+    ],
+)
+def test_a_key_opens_its_models(server: RunningServer, key: str, model: str, expected: int) -> None:
+    assert status(server, key, model) == expected
+
+
+def test_a_key_sees_its_models_alone(server: RunningServer) -> None:
+    with server.client(api_key="base") as client:
+        assert [entry.id for entry in client.models.list()] == [BASE, "sort"]
+    headers = {"Authorization": "Bearer base"}
+    assert server.get("/v1/models/upper", headers=headers).status_code == 404
+
+
+def test_a_restricted_key_changes_no_adapters(server: RunningServer) -> None:
+    headers = {"Authorization": "Bearer one"}
+    body = {"lora_name": "x", "lora_path": "/x"}
+    assert server.post("/v1/load_lora_adapter", json=body, headers=headers).status_code == 403
+    body = {"lora_name": "upper"}
+    assert server.post("/v1/unload_lora_adapter", json=body, headers=headers).status_code == 403
+
+
+@pytest.mark.parametrize(
+    ("text", "told"), [("", "no key"), ("# x\n", "no key"), ("a\na b", "line 2")]
+)
+def test_a_bad_key_file_is_told(tmp_path: Path, text: str, told: str) -> None:
+    file = tmp_path / "keys"
+    file.write_text(text)
+    with pytest.raises(ConfigError, match=told):
+        read_keys(str(file))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        read_keys(str(tmp_path / "missing"))
+
+
+def test_adapters_come_from_allowed_folders_alone(tmp_path: Path) -> None:
+    inside, outside = tmp_path / "in" / "a", tmp_path / "out" / "b"
+    for folder in (inside, outside):
+        folder.mkdir(parents=True)
+        (folder / "adapter_config.json").write_text("{}")
+    (tmp_path / "in" / "link").symlink_to(outside)
+    sly = tmp_path / "in" / "sly"
+    sly.mkdir()
+    (sly / "adapter_config.json").symlink_to(outside / "adapter_config.json")
+    options = ServerOptions((BASE,), adapter_roots=(str(tmp_path / "in"),), status_interval=None)
+    with serving(make_fake_engine(), options) as running:
+
+        def load(name: str, path: object) -> int:
+            body = {"lora_name": name, "lora_path": str(path)}
+            return running.post("/v1/load_lora_adapter", json=body).status_code
+
+        assert load("a", inside) == 200
+        for i, path in enumerate(
+            [outside, tmp_path / "in" / "link", sly, f"{inside}/../../out/b", "/", "", "\x00"]
+        ):
+            assert load(f"b{i}", path) in (400, 403)
+        names = [entry["id"] for entry in running.get("/v1/models").json()["data"]]
+        assert [name for name in names if name.startswith("b")] == []

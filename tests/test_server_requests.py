@@ -1,0 +1,216 @@
+"""Request ids, names, tokens, chat templates of adapters, limits, and what keeps a stream alive."""
+
+import json
+import logging
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_server import BASE, FakeEngine, RunningServer, make_fake_engine, serving, wait_for
+
+from vexpert.log import JsonFormatter
+from vexpert.server.options import CorsOptions, ServerOptions
+
+pytest_plugins = ["helpers_server_fixtures"]
+CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
+
+
+def options(**fields: Any) -> ServerOptions:
+    return ServerOptions((BASE,), status_interval=None, **fields)
+
+
+@pytest.mark.parametrize(
+    ("given", "is_kept"),
+    [("abc-123", True), (None, False), ("two words", False), ("x" * 129, False), ("", False)],
+)
+def test_a_request_id_comes_back(
+    fake_server: RunningServer, given: str | None, is_kept: bool
+) -> None:
+    headers = {} if given is None else {"X-Request-Id": given}
+    for path in ("/health", "/nothing", "/v1/models"):
+        answer = fake_server.get(path, headers=headers)
+        shown = answer.headers["x-request-id"]
+        assert (shown == given) == is_kept
+        assert len(shown) >= 7
+
+
+def test_the_access_log_names_the_request(
+    fake_server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    with caplog.at_level(logging.INFO, "vexpert.access"):
+        fake_server.get("/a%0Ab", headers={"X-Request-Id": "me"})
+    [record] = [r for r in caplog.records if r.name == "vexpert.access"]
+    assert "\n" not in record.getMessage()
+    assert "404" in record.getMessage()
+    line = json.loads(JsonFormatter().format(record))
+    assert (line["status"], line["request_id"], line["level"]) == (404, "me", "info")
+    assert line["path"] == "/a\nb"
+
+
+@pytest.mark.parametrize("name", ["upper", f"{BASE}:upper"])
+def test_an_adapter_is_named_alone_or_behind_its_base(
+    fake_server: RunningServer, name: str
+) -> None:
+    assert fake_server.ask(name, "hello") == "HELLO"
+    answer = fake_server.post(TEXT, json={"model": name, "prompt": "ab"})
+    assert answer.json()["model"] == name
+
+
+@pytest.mark.parametrize("name", [f"{BASE}:", f"{BASE}:nobody", f"other:{BASE}", "nobody"])
+def test_other_names_are_404(fake_server: RunningServer, name: str) -> None:
+    for path, words in ((TEXT, {"prompt": "x"}), ("/tokenize", {"prompt": "x"})):
+        assert fake_server.post(path, json={"model": name, **words}).status_code == 404
+
+
+def test_tokens_of_a_text_and_back(fake_server: RunningServer) -> None:
+    body = {"model": BASE, "prompt": "hey", "return_token_strs": True}
+    answer = fake_server.post("/tokenize", json=body).json()
+    assert answer == {
+        "count": 4,
+        "max_model_len": 256,
+        "tokens": [1, 104, 101, 121],
+        "token_strs": ["", "h", "e", "y"],
+    }
+    plain = fake_server.post("/tokenize", json={"prompt": "hey", "add_special_tokens": False})
+    assert plain.json()["tokens"] == [104, 101, 121]
+    assert plain.json()["token_strs"] is None
+    back = fake_server.post("/detokenize", json={"tokens": [104, 101, 121]})
+    assert back.json() == {"prompt": "hey"}
+
+
+def test_tokens_of_a_conversation_are_those_of_its_answer(fake_server: RunningServer) -> None:
+    messages = [{"role": "user", "content": "hey"}]
+    answer = fake_server.post("/tokenize", json={"messages": messages}).json()
+    asked = fake_server.post(CHAT, json={"model": BASE, "messages": messages}).json()
+    assert answer["count"] == asked["usage"]["prompt_tokens"]
+
+
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        ("/tokenize", {}),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}),
+        ("/tokenize", {"prompt": "\ud800"}),
+        ("/tokenize", {"prompt": "x" * 100_000}),
+        ("/detokenize", {"tokens": [-1]}),
+        ("/detokenize", {"tokens": [10**9]}),
+        ("/detokenize", {"tokens": ["a"]}),
+        ("/detokenize", {}),
+        ("/v1/embeddings", {"model": BASE, "input": "x"}),
+    ],
+)
+def test_what_has_no_tokens_is_400(fake_server: RunningServer, path: str, body: Any) -> None:
+    content = json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"}
+    response = fake_server.post(path, content=content, headers=headers)
+    assert response.status_code == 400, response.text
+    assert response.json()["error"]["message"]
+
+
+def test_an_adapters_own_chat_template_counts(fake: FakeEngine, tmp_path: Path) -> None:
+    for name in ("jinja", "config", "list", "none"):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "adapter_config.json").write_text("{}")
+        fake.load_adapter(name, str(tmp_path / name))
+    config = {"chat_template": "B"}
+    listed = {"chat_template": [{"name": "rag", "template": "X"}, {"name": "default"}]}
+    listed["chat_template"][1]["template"] = "C"
+    (tmp_path / "jinja" / "chat_template.jinja").write_text("A")
+    (tmp_path / "jinja" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "config" / "tokenizer_config.json").write_text(json.dumps(config))
+    (tmp_path / "list" / "tokenizer_config.json").write_text(json.dumps(listed))
+    with serving(fake, options(chat_template="S")) as running:
+        for name, mark in (("jinja", "A"), ("config", "B"), ("list", "C"), ("none", "S")):
+            running.ask(name, "x")
+            assert str(fake.prompts[-1]).startswith(f"[{mark}]")
+        running.ask(BASE, "x")
+        assert str(fake.prompts[-1]).startswith("[S]")
+        (tmp_path / "config" / "tokenizer_config.json").write_text("{")
+        body = {"model": "config", "messages": [{"role": "user", "content": "x"}]}
+        response = running.post(CHAT, json=body)
+        assert response.status_code == 400
+        assert "chat template" in response.json()["error"]["message"]
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_a_silent_stream_gets_comments(fake: FakeEngine, path: str) -> None:
+    fake.step_seconds = 0.3
+    words = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
+    body = {"model": BASE, "stream": True, "max_tokens": 1, **words}
+    with serving(fake, options(keep_alive=0.05)) as running:
+        text = running.post(path, json=body).text
+        assert text.count(": keep-alive\n\n") >= 3
+        assert text.endswith("data: [DONE]\n\n")
+        fake.step_seconds = 0.0
+        with running.client() as client:  # openai's client passes over comments
+            chunks = client.completions.create(model=BASE, prompt="ab", stream=True)
+            assert "".join(chunk.choices[0].text for chunk in chunks) == "ab"
+
+
+def test_a_full_queue_is_429_and_recovers(fake: FakeEngine) -> None:
+    fake.config = type(fake.config)(model="fake-model", max_num_seqs=1)
+    fake.step_seconds = 0.05
+    body = {"model": BASE, "prompt": "x", "n": 2, "ignore_eos": True, "max_tokens": 100}
+    with serving(fake, options(max_queue_len=1)) as running:
+        with running.http.stream("POST", TEXT, json=body | {"stream": True}) as response:
+            next(response.iter_lines())
+            refused = running.post(TEXT, json={"model": BASE, "prompt": "x"})
+            assert refused.status_code == 429
+            assert refused.headers["retry-after"] == "1"
+            error = refused.json()["error"]
+            assert (error["type"], error["code"]) == ("rate_limit_error", "queue_full")
+        fake.step_seconds = 0.0
+        wait_for(lambda: running.app.state.service.engine.num_sequences == 0)
+        for _ in range(3):
+            assert running.post(TEXT, json={"model": BASE, "prompt": "x"}).status_code == 200
+        too_many = running.post(TEXT, json={"model": BASE, "prompt": ["x"] * 3})
+        assert too_many.status_code == 429
+        wait_for(lambda: not fake.requests)
+        wait_for(lambda: running.app.state.service.engine.num_sequences == 0)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_that_takes_too_long_ends_with_504(fake: FakeEngine, stream: bool) -> None:
+    fake.step_seconds = 0.02
+    body = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 200, "stream": stream}
+    with serving(fake, options(request_timeout=0.2)) as running:
+        response = running.post(TEXT, json=body)
+        wait_for(lambda: not fake.requests)
+        if stream:
+            assert response.status_code == 200
+            error = json.loads(response.text.split("\n\n")[-3].removeprefix("data: "))["error"]
+        else:
+            assert response.status_code == 504
+            error = response.json()["error"]
+        assert error["code"] == "timeout"
+        fake.step_seconds = 0.0
+        assert running.post(TEXT, json={"model": BASE, "prompt": "x"}).status_code == 200
+
+
+def test_a_body_that_does_not_arrive_is_408() -> None:
+    def slowly() -> Any:
+        yield b'{"model": '
+        import time
+
+        time.sleep(0.5)
+        yield b'"x"}'
+
+    with serving(make_fake_engine(), options(body_timeout=0.1)) as running:
+        headers = {"Content-Type": "application/json"}
+        response = running.post(TEXT, content=slowly(), headers=headers)
+        assert response.status_code == 408
+        assert running.ask("upper", "hello") == "HELLO"
+
+
+def test_pages_of_other_origins_may_ask_where_allowed() -> None:
+    cors = CorsOptions(origins=("https://a.example",))
+    asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
+    with serving(make_fake_engine(), options(cors=cors, api_keys=("k",))) as running:
+        preflight = running.http.options(CHAT, headers=asked)
+        assert preflight.status_code == 200
+        assert preflight.headers["access-control-allow-origin"] == "https://a.example"
+        other = running.http.options(CHAT, headers=asked | {"Origin": "https://b.example"})
+        assert "access-control-allow-origin" not in other.headers
+        refused = running.post(CHAT, json={}, headers={"Origin": "https://a.example"})
+        assert refused.status_code == 401
+        assert refused.headers["access-control-allow-origin"] == "https://a.example"

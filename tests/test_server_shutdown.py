@@ -1,0 +1,112 @@
+"""A signal: accepted requests end well or are told, new ones get 503, the exit code is 0."""
+
+import json
+import os
+import signal
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import httpx
+import pytest
+from helpers_server import BASE, FakeEngine, make_fake_engine, wait_for
+
+from vexpert.server.app import create_app
+from vexpert.server.options import ServerOptions
+from vexpert.server.run import bind, run, url_of
+
+BODY: dict[str, Any] = {"model": BASE, "prompt": "x", "ignore_eos": True}
+
+
+def drained(engine: FakeEngine, seconds: float, work: Any) -> int:
+    """The exit code of a server of which `work(url)` is run beside; it must send a signal."""
+    options = ServerOptions((BASE,), status_interval=None, shutdown_timeout=seconds)
+    app = create_app(engine, options)
+    failures: list[BaseException] = []
+
+    def guarded() -> None:
+        try:
+            work(url)
+        except BaseException as error:  # noqa: BLE001 - told to the test, below
+            failures.append(error)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+    beside = threading.Thread(target=guarded)
+    with bind("127.0.0.1", 0) as bound:
+        url = url_of(bound, "127.0.0.1")
+        code = run(app, bound, on_ready=beside.start)
+    beside.join(20)
+    if failures:
+        raise failures[0]
+    return code
+
+
+def end() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_under_load_accepted_requests_finish_and_new_ones_get_503() -> None:
+    engine = make_fake_engine()
+    engine.step_seconds = 0.01
+
+    def work(url: str) -> None:
+        with ThreadPoolExecutor(24) as pool, httpx.Client(timeout=20) as client:
+            whole = [
+                pool.submit(
+                    client.post, f"{url}/v1/completions", json=BODY | {"max_tokens": 60 + i}
+                )
+                for i in range(12)
+            ]
+            streams = [
+                pool.submit(
+                    client.post,
+                    f"{url}/v1/completions",
+                    json=BODY | {"max_tokens": 60 + i, "stream": True},
+                )
+                for i in range(12)
+            ]
+            wait_for(lambda: len(engine.requests) == 24)
+            end()
+            wait_for(lambda: httpx.get(f"{url}/ready").status_code == 503)
+            refused = httpx.post(f"{url}/v1/completions", json=BODY)
+            assert refused.status_code == 503
+            assert refused.headers["retry-after"]
+            assert refused.json()["error"]["code"] == "shutting_down"
+            assert httpx.get(f"{url}/health").status_code == 200  # alive, not ready
+            for i, answer in enumerate(future.result() for future in whole):
+                assert answer.status_code == 200
+                assert answer.json()["usage"]["completion_tokens"] == 60 + i
+            for answer in (future.result() for future in streams):
+                assert answer.text.endswith("data: [DONE]\n\n")
+                assert "error" not in answer.text
+
+    assert drained(engine, 20.0, work) == 0
+    assert not engine.requests
+
+
+@pytest.mark.parametrize("second_signal", [False, True])
+def test_at_the_deadline_running_requests_are_told(second_signal: bool) -> None:
+    engine = make_fake_engine()
+    engine.step_seconds = 0.05
+
+    def work(url: str) -> None:
+        body = BODY | {"max_tokens": 200}
+        with ThreadPoolExecutor(2) as pool, httpx.Client(timeout=20) as client:
+            stream = pool.submit(client.post, f"{url}/v1/completions", json=body | {"stream": True})
+            whole = pool.submit(client.post, f"{url}/v1/completions", json=body)
+            wait_for(lambda: len(engine.requests) == 2)
+            begun = time.monotonic()
+            end()
+            if second_signal:
+                time.sleep(0.2)
+                end()
+            events = stream.result().text.split("\n\n")
+            assert events[-2:] == ["data: [DONE]", ""]
+            error = json.loads(events[-3].removeprefix("data: "))["error"]
+            assert (error["code"], error["type"]) == ("shutting_down", "server_error")
+            assert whole.result().status_code == 503
+            assert time.monotonic() - begun < 5
+
+    assert drained(engine, 60.0 if second_signal else 0.3, work) == 0
+    assert not engine.requests

@@ -1,0 +1,272 @@
+"""Tool calling over HTTP: what the template sees, what comes back, and what is refused."""
+
+import json
+from typing import Any
+
+import pytest
+from helpers_server import BASE, RunningServer, make_fake_engine, serving
+
+from vexpert import demo
+from vexpert.server.options import ServerOptions
+
+CHAT = "/v1/chat/completions"
+CITY = {"type": "object", "properties": {"city": {"type": "string", "maxLength": 6}}}
+TOOLS: list[dict[str, Any]] = [
+    {"type": "function", "function": {"name": "look_up", "parameters": CITY, "strict": True}},
+    {"type": "function", "function": {"name": "now", "description": "the time"}},
+]
+CALL = '<tool_call>{"name": "look_up", "arguments": {"city": "Oslo"}}</tool_call>'
+TEMPLATE = (
+    "{% for tool in tools or [] %}<|system|>{{ tool | tojson }}<|end|>{% endfor %}"
+    "{% for m in messages %}<|user|>{{ m.content }}"
+    "{% for call in m.tool_calls or [] %}{{ call.function.arguments.city }}{% endfor %}<|end|>"
+    "{% endfor %}<|assistant|>"
+)
+
+
+@pytest.fixture(scope="module")
+def fake() -> Any:
+    options = ServerOptions((BASE,), tool_call_parser="hermes", status_interval=None)
+    engine = make_fake_engine()
+    engine.max_model_len = 2048
+    with serving(engine, options) as running:
+        yield running
+
+
+def ask(server: RunningServer, content: str, **fields: Any) -> Any:
+    body = {"model": BASE, "messages": [{"role": "user", "content": content}], "tools": TOOLS}
+    return server.post(CHAT, json=body | fields)
+
+
+def test_a_call_comes_back_in_openais_shape(fake: RunningServer) -> None:
+    with fake.client() as client:
+        messages: Any = [{"role": "user", "content": f"Well. {CALL}"}]
+        answer = client.chat.completions.create(model=BASE, messages=messages, tools=TOOLS)
+        chunks = list(
+            client.chat.completions.create(
+                model=BASE, messages=messages, tools=TOOLS, stream=True, logprobs=True
+            )
+        )
+    choice = answer.choices[0]
+    assert (choice.finish_reason, choice.message.content) == ("tool_calls", "Well.")
+    assert choice.message.tool_calls is not None
+    [call] = choice.message.tool_calls
+    assert call.type == "function"
+    assert (call.function.name, call.function.arguments) == ("look_up", '{"city": "Oslo"}')
+    assert call.id.startswith("call_")
+    deltas = [chunk.choices[0].delta for chunk in chunks]
+    calls = [part for delta in deltas for part in delta.tool_calls or []]
+    assert [part.index for part in calls] == [0] * len(calls)
+    assert calls[0].id
+    assert calls[0].function is not None
+    assert (calls[0].function.name, calls[0].function.arguments) == ("look_up", "")
+    text = "".join((part.function and part.function.arguments) or "" for part in calls)
+    assert text == '{"city": "Oslo"}'
+    assert len(calls) > 5  # as they are written, not at the end
+    assert "".join(delta.content or "" for delta in deltas) == "Well."
+    assert chunks[-1].choices[0].finish_reason == "tool_calls"
+    rows = [row for c in chunks if c.choices[0].logprobs for row in c.choices[0].logprobs.content]
+    assert len(rows) == len(f"Well. {CALL}") + 1  # and the end
+
+
+def test_words_alone_are_an_answer_as_ever(fake: RunningServer) -> None:
+    choice = ask(fake, "just words").json()["choices"][0]
+    assert choice["message"] == {"role": "assistant", "content": "just words", "refusal": None}
+    assert choice["finish_reason"] == "stop"
+
+
+def test_the_template_sees_tools_and_earlier_calls(fake: RunningServer) -> None:
+    call = {"id": "1", "type": "function", "function": {"name": "now", "arguments": '{"a": 1}'}}
+    messages = [
+        {"role": "user", "content": "x"},
+        {"role": "assistant", "content": None, "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "noon"},
+        {"role": "user", "content": "y"},
+    ]
+    assert ask(fake, "", messages=messages).status_code == 200
+    prompt = fake.engine.prompts[-1]
+    shown = json.loads(prompt.partition("<tools>")[2].partition("\n")[0])
+    assert [tool["function"]["name"] for tool in shown] == ["look_up", "now"]
+    assert "strict" not in shown[0]["function"]
+    assert "<tool>noon" in prompt
+    assert fake.engine.submitted[-1].skip_special_tokens is False
+
+
+@pytest.mark.parametrize(
+    ("choice", "names", "is_forced"),
+    [
+        ("none", [], False),
+        ("auto", ["look_up", "now"], False),
+        ("required", ["look_up", "now"], True),
+        ({"type": "function", "function": {"name": "now"}}, ["now"], True),
+        (
+            {
+                "type": "allowed_tools",
+                "allowed_tools": {
+                    "mode": "required",
+                    "tools": [{"type": "function", "function": {"name": "now"}}],
+                },
+            },
+            ["now"],
+            True,
+        ),
+    ],
+)
+def test_the_choice_decides_tools_and_constraint(
+    fake: RunningServer, choice: Any, names: list[str], is_forced: bool
+) -> None:
+    assert ask(fake, "{}", tool_choice=choice).status_code == 200
+    prompt = fake.engine.prompts[-1]
+    shown = json.loads(prompt.partition("<tools>")[2].partition("\n")[0] or "[]")
+    assert [tool["function"]["name"] for tool in shown] == names
+    assert prompt.endswith("<tool_call>\n") == is_forced
+    constraint = fake.engine.submitted[-1].constraint
+    assert (constraint is not None) == is_forced
+    if constraint is not None:
+        assert all(f'"name\\": \\"{name}\\"' in constraint.text for name in names)
+
+
+def test_without_parallel_calls_only_the_first_counts(fake: RunningServer) -> None:
+    both = CALL + CALL
+    assert len(ask(fake, both).json()["choices"][0]["message"]["tool_calls"]) == 2
+    answer = ask(fake, both, parallel_tool_calls=False).json()
+    assert len(answer["choices"][0]["message"]["tool_calls"]) == 1
+    ask(fake, "x", tool_choice="required", parallel_tool_calls=False)
+    assert '"stop_after_first":true' in fake.engine.submitted[-1].constraint.text
+
+
+@pytest.mark.parametrize(
+    ("fields", "param", "told"),
+    [
+        ({"tools": None, "tool_choice": "required"}, "tool_choice", "only with tools"),
+        ({"tools": [{"type": "custom", "custom": {}}]}, "tools[0]", "custom"),
+        ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
+        ({"tools": TOOLS * 65}, "tools", "128"),
+        ({"tools": [TOOLS[0]] * 2}, "tools", "same name"),
+        ({"tool_choice": "maybe"}, "tool_choice", "auto"),
+        ({"tool_choice": {"type": "function"}}, "tool_choice", "function"),
+        (
+            {"tool_choice": {"type": "function", "function": {"name": "x"}}},
+            "tool_choice",
+            "'x' is not among",
+        ),
+        ({"response_format": {"type": "json_object"}}, "response_format", "not together"),
+        ({"guided_regex": "a"}, "guided_regex", "not together"),
+        ({"guided_regex": "a", "guided_json": {}, "tools": None}, "guided_regex", "contradicts"),
+        (
+            {
+                "tools": [
+                    {"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "'not' cannot be enforced",
+        ),
+        (
+            {"tools": None, "response_format": {"type": "json_schema"}},
+            "response_format",
+            "needs it",
+        ),
+        (
+            {
+                "tools": None,
+                "response_format": {
+                    "type": "json_schema",
+                    "json_schema": {"name": "n", "schema": {"type": "colour"}},
+                },
+            },
+            "response_format",
+            "colour",
+        ),
+    ],
+)
+def test_what_cannot_be_meant_is_refused(
+    fake: RunningServer, fields: dict[str, Any], param: str, told: str
+) -> None:
+    response = ask(fake, "x", **fields)
+    assert response.status_code == 400, response.text
+    error = response.json()["error"]
+    assert error["param"] == param
+    if told != "colour":
+        assert told in error["message"]
+
+
+def test_without_a_parser_or_a_template_tools_are_refused() -> None:
+    engine = make_fake_engine()
+    engine.max_model_len = 2048
+    with serving(engine) as running:
+        response = ask(running, "x")
+        assert response.status_code == 400
+        assert "--tool-call-parser" in response.json()["error"]["message"]
+        assert ask(running, "x", tool_choice="none").status_code == 200
+    options = ServerOptions((BASE,), tool_call_parser="hermes", status_interval=None)
+    engine = make_fake_engine()
+    engine.tokenizer.chat_template = "fake"
+    with serving(engine, options) as running:
+        response = ask(running, "x")
+        assert response.status_code == 400
+        assert "takes no tools" in response.json()["error"]["message"]
+
+
+@pytest.fixture(scope="module", params=["hermes", "mistral", "llama3_json"])
+def demo_server(request: pytest.FixtureRequest) -> Any:
+    """The demo model, with a template that takes tools."""
+    pytest.importorskip("xgrammar")
+    from vexpert.config import EngineConfig
+    from vexpert.engine.engine import Engine
+
+    engine = Engine(EngineConfig(model=str(demo.model_path()), max_num_seqs=16))
+    options = ServerOptions(
+        (BASE,), chat_template=TEMPLATE, tool_call_parser=request.param, status_interval=None
+    )
+    with serving(engine, options) as running:
+        yield running
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_forced_calls_of_a_real_model_keep_to_the_schema(
+    demo_server: RunningServer, stream: bool
+) -> None:
+    named = {"type": "function", "function": {"name": "look_up"}}
+    with demo_server.client() as client:
+        options: Any = {
+            "model": BASE,
+            "messages": [{"role": "user", "content": "hello"}],
+            "tools": TOOLS,
+            "tool_choice": named,
+            "max_tokens": 150,
+            "n": 8,
+        }
+        calls: dict[int, list[Any]] = {}
+        if stream:
+            for chunk in client.chat.completions.create(**options, stream=True):
+                choice = chunk.choices[0]
+                for part in choice.delta.tool_calls or []:
+                    name, arguments = part.function.name, part.function.arguments or ""
+                    row = calls.setdefault(choice.index, [name, ""])
+                    row[1] += arguments
+        else:
+            for choice in client.chat.completions.create(**options).choices:
+                [call] = choice.message.tool_calls
+                calls[choice.index] = [call.function.name, call.function.arguments]
+                assert choice.finish_reason in ("tool_calls", "length")
+    assert sorted(calls) == list(range(8))
+    complete = 0
+    for name, arguments in calls.values():
+        assert name == "look_up"
+        if arguments.endswith("}"):
+            complete += 1
+            assert set(json.loads(arguments)) <= {"city"}
+    assert complete >= 6
+
+
+def test_a_required_choice_calls_any_of_the_tools(demo_server: RunningServer) -> None:
+    answer = ask(demo_server, "hello", tool_choice="required", max_tokens=60, n=8).json()
+    names = {
+        call["function"]["name"]
+        for choice in answer["choices"]
+        for call in choice["message"].get("tool_calls", [])
+    }
+    assert names <= {"look_up", "now"}
+    assert names

@@ -1,0 +1,153 @@
+"""Constraints compiled to grammars, and how far each constrained sequence has come in its own."""
+
+import importlib.metadata
+import importlib.util
+import os
+import re
+from functools import cached_property, lru_cache
+from typing import Any
+
+import torch
+
+from vexpert.engine.grammar_probe import Probe, needs_probe
+from vexpert.engine.structured_outputs import StructuredOutputs
+from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
+from vexpert.errors import UnsupportedError
+from vexpert.log import get_logger
+
+logger = get_logger(__name__)
+
+CACHE_BYTES = 256 * 2**20  # of compiled grammars, the least recently used go first
+MAX_WHITESPACE = 32  # characters in a row between two parts of a JSON document
+BITS = 32  # of one word of a mask
+
+
+class Matcher:
+    """One sequence's place in its grammar."""
+
+    def __init__(self, matcher: Any) -> None:
+        self.state = matcher  # xgrammar.GrammarMatcher
+
+    def accept(self, token: int) -> None:
+        """Move on by a sampled token, which the last mask has allowed."""
+        accepted = self.state.accept_token(token)
+        assert accepted, f"token {token} is outside the grammar"
+
+
+class Grammars:
+    """Compiles the constraints of one engine. `compile` and `matcher` may run in any thread.
+
+    xgrammar is imported at the first use: without it everything else still works.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, eos_token_ids: tuple[int, ...]) -> None:
+        self._tokenizer = tokenizer
+        self._vocab_size = vocab_size
+        self._eos_token_ids = eos_token_ids
+
+    def compile(self, wanted: StructuredOutputs) -> Any:
+        """The compiled grammar, from the cache if it is there.
+
+        Raises RequestError for a constraint that is malformed or that no output can meet.
+        """
+        try:
+            compiler, pieces, probe = self._compiler
+        except UnsupportedError as error:
+            raise wanted.refusal(str(error)) from error
+        characters = JSON_CHARACTERS if wanted.kind in ("json", "json_object") else ""
+        missing = unwritable(pieces, "".join(wanted.choice or ()) or characters)
+        if missing is not None:
+            raise wanted.refusal(f"{wanted.kind}: this model's tokenizer cannot write {missing!r}")
+        if needs_probe(wanted):
+            probe.check(wanted)
+        try:
+            return compile_text(
+                *(compiler, wanted.kind, wanted.text),
+                *(wanted.strict, wanted.disable_any_whitespace),
+            )
+        except (RuntimeError, ValueError, TypeError) as error:
+            raise wanted.refusal(f"{wanted.kind}: {cause(error)}") from error
+
+    def matcher(self, wanted: StructuredOutputs) -> Matcher:
+        """A matcher at the start of the grammar. Raises what `compile` raises."""
+        import xgrammar
+
+        compiled = self.compile(wanted)
+        matcher = xgrammar.GrammarMatcher(compiled)
+        mask = xgrammar.allocate_token_bitmask(1, self._vocab_size)
+        matcher.fill_next_token_bitmask(mask)
+        if not bool(unpack(mask, self._vocab_size).any()):
+            raise wanted.refusal(f"{wanted.kind}: no token of this model can begin such an output")
+        return Matcher(matcher)
+
+    @cached_property
+    def _compiler(self) -> tuple[Any, list[bytes], Probe]:
+        """The compiler, the bytes of each token, and the process that tries constraints first."""
+        if importlib.util.find_spec("xgrammar") is None:
+            raise UnsupportedError("not served here: the package xgrammar is not installed")
+        if not self._eos_token_ids:
+            raise UnsupportedError("this model names no token that ends an output")
+        pieces = token_bytes(self._tokenizer, self._vocab_size)
+        compiler = new_compiler(pieces, list(self._eos_token_ids))
+        logger.info("structured output: xgrammar %s", importlib.metadata.version("xgrammar"))
+        return compiler, pieces, Probe(pieces, self._eos_token_ids)
+
+
+def new_compiler(pieces: list[bytes], eos_token_ids: list[int]) -> Any:
+    """xgrammar's compiler for the tokens that write `pieces`."""
+    import xgrammar
+
+    info = xgrammar.TokenizerInfo(pieces, vocab_size=len(pieces), stop_token_ids=eos_token_ids)
+    threads = max(1, min(4, (os.cpu_count() or 1) // 2))
+    return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
+
+
+def compile_text(compiler: Any, kind: str, text: str, strict: bool, is_compact: bool) -> Any:
+    """The compiled grammar of a constraint's text; raises what xgrammar raises."""
+    match kind:
+        case "regex":
+            return compiler.compile_regex(text)
+        case "choice" | "grammar":
+            return compiler.compile_grammar(text)
+        case "structural_tag":
+            return compiler.compile_structural_tag(text)
+    compact = {"any_whitespace": False, "separators": (",", ":")}
+    loose = {"any_whitespace": True, "max_whitespace_cnt": MAX_WHITESPACE}
+    spacing = compact if is_compact else loose
+    return compiler.compile_json_schema(text, strict_mode=strict, **spacing)
+
+
+def cause(error: Exception) -> str:
+    """The compiler's words without the place in its own source."""
+    text = re.sub(r"^\[[\d:]+\] \S+:\d+: ", "", str(error).strip())
+    return text.splitlines()[0][:300] if text else type(error).__name__
+
+
+def mask_logits(logits: torch.Tensor, matchers: list[tuple[int, Matcher]]) -> None:
+    """-inf for what the grammars forbid, in `logits` [n, V], in place; (row, matcher) each."""
+    import xgrammar
+
+    mask = xgrammar.allocate_token_bitmask(len(matchers), logits.shape[1])
+    states = [matcher.state for _, matcher in matchers]
+    if len(states) == 1:
+        states[0].fill_next_token_bitmask(mask)
+    else:
+        _batch_matcher().batch_fill_next_token_bitmask(states, mask)
+    rows = torch.tensor([row for row, _ in matchers], device=logits.device)
+    allowed = unpack(mask.to(logits.device), logits.shape[1])
+    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+
+
+@lru_cache(maxsize=1)
+def _batch_matcher() -> Any:
+    """Fills the masks of many sequences in threads."""
+    import xgrammar
+
+    return xgrammar.BatchGrammarMatcher()
+
+
+def unpack(mask: torch.Tensor, vocab_size: int) -> torch.Tensor:
+    """Bool [k, vocab_size] of a bit mask, int32 [k, ceil(vocab_size / 32)]."""
+    shifts = torch.arange(BITS, dtype=torch.int32, device=mask.device)
+    bits = (mask[:, :, None] >> shifts) & 1
+    return bits.flatten(1)[:, :vocab_size].bool()

@@ -1,0 +1,171 @@
+"""A process that compiles a constraint before the engine's own process does.
+
+The compiler meets some grammars with a crash and some expressions with hours of work. Here that
+ends a process that nobody needs, and the request gets the reason.
+"""
+
+import base64
+import json
+import os
+import random
+import resource
+import select
+import subprocess
+import sys
+import threading
+import weakref
+from collections import OrderedDict
+from typing import IO, Any
+
+from vexpert.engine.structured_outputs import StructuredOutputs
+
+START_SECONDS = 60
+SECONDS = 10  # for one constraint
+MAX_BYTES = 4 * 2**30  # of memory
+WALKS, STEPS = 4, 64  # random texts that are tried, and tokens of each
+REMEMBERED = 4096
+COMMAND = "from vexpert.engine.grammar_probe import main; main()"
+
+
+def needs_probe(wanted: StructuredOutputs) -> bool:
+    """Whether the caller's own words reach the parsers of expressions and grammars.
+
+    Choices and schemas without patterns do not: their size and depth bound the work.
+    """
+    if wanted.kind == "json":
+        return "attern" in json.dumps(wanted.json)  # pattern, patternProperties
+    return wanted.kind in ("regex", "grammar", "structural_tag")
+
+
+class Probe:
+    """Asks one process, started at the first use and again after a crash. For any thread."""
+
+    def __init__(self, pieces: list[bytes], eos_token_ids: tuple[int, ...]) -> None:
+        words = [base64.b64encode(piece).decode() for piece in pieces]
+        self._hello = json.dumps({"pieces": words, "eos": eos_token_ids}).encode() + b"\n"
+        self._lock = threading.Lock()
+        self._process: subprocess.Popen[bytes] | None = None
+        self._passed: OrderedDict[str, None] = OrderedDict()
+
+    def check(self, wanted: StructuredOutputs) -> None:
+        """Raise RequestError for a constraint that cannot be compiled in bounds."""
+        task = json.dumps([wanted.kind, wanted.text, wanted.strict, wanted.disable_any_whitespace])
+        with self._lock:
+            if task in self._passed:
+                self._passed.move_to_end(task)
+                return
+            answer = self._ask(task, wanted)
+            if answer != "ok":
+                raise wanted.refusal(f"{wanted.kind}: {answer}")
+            self._passed[task] = None
+            if len(self._passed) > REMEMBERED:
+                self._passed.popitem(last=False)
+
+    def _ask(self, task: str, wanted: StructuredOutputs) -> str:
+        process = self._process or self._start(wanted)
+        answer = _exchange(process, task.encode() + b"\n", SECONDS)
+        if answer is not None:
+            return answer
+        is_alive = process.poll() is None
+        self._end()
+        if is_alive:
+            return f"compiling takes more than {SECONDS} seconds; simplify it"
+        return "the compiler cannot take it; simplify it, and leave out repetitions of itself"
+
+    def _start(self, wanted: StructuredOutputs) -> "subprocess.Popen[bytes]":
+        environment = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))}
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            env=environment,
+            start_new_session=True,  # a Ctrl-C is not for it
+        )
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        if _exchange(process, self._hello, START_SECONDS) != "ready":
+            self._end()
+            raise wanted.refusal(f"{wanted.kind}: the process that compiles did not start")
+        return process
+
+    def _end(self) -> None:
+        self._finalizer()
+        self._process = None
+
+
+def _exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -> str | None:
+    """Send a line and read one; None after `seconds`, or when the process has ended."""
+    assert process.stdin is not None
+    assert process.stdout is not None
+    try:
+        process.stdin.write(line)
+        process.stdin.flush()
+    except BrokenPipeError:
+        process.wait()
+        return None
+    if not select.select([process.stdout], [], [], seconds)[0]:
+        return None
+    answer = process.stdout.readline()
+    if not answer:
+        process.wait()
+        return None
+    return str(json.loads(answer))
+
+
+def _end(process: "subprocess.Popen[bytes]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        _close(pipe)
+
+
+def _close(pipe: IO[bytes] | None) -> None:
+    try:
+        if pipe is not None:
+            pipe.close()
+    except BrokenPipeError:
+        pass  # what was not sent is of no use now
+
+
+def main() -> None:
+    """The process: vocabulary in, then a constraint a line; an answer for each."""
+    from vexpert.engine.grammar import compile_text, new_compiler
+
+    resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
+    hello = json.loads(sys.stdin.readline())
+    pieces = [base64.b64decode(word) for word in hello["pieces"]]
+    compiler = new_compiler(pieces, hello["eos"])
+    _say("ready")
+    for line in sys.stdin:
+        try:
+            _walk(compile_text(compiler, *json.loads(line)), len(pieces))
+        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+            from vexpert.engine.grammar import cause
+
+            _say(cause(error))
+        else:
+            _say("ok")
+
+
+def _say(answer: str) -> None:
+    print(json.dumps(answer), flush=True)
+
+
+def _walk(compiled: Any, vocab_size: int) -> None:
+    """Try random texts of a grammar: what crashes does so here."""
+    import xgrammar
+
+    from vexpert.engine.grammar import unpack
+
+    rng = random.Random(0)
+    mask = xgrammar.allocate_token_bitmask(1, vocab_size)
+    for _ in range(WALKS):
+        matcher = xgrammar.GrammarMatcher(compiled)
+        for _ in range(STEPS):
+            matcher.fill_next_token_bitmask(mask)
+            allowed = unpack(mask, vocab_size)[0].nonzero().flatten().tolist()
+            if not allowed or not matcher.accept_token(rng.choice(allowed)):
+                break
+            if matcher.is_terminated():
+                break

@@ -1,0 +1,52 @@
+"""Bodies of POST /tokenize and /detokenize, and of their answers."""
+
+from typing import Annotated, Any
+
+from pydantic import BaseModel, Field, model_validator
+
+from vexpert.server.protocol.fields import Int64, StrictModel, refusal
+from vexpert.server.protocol.message import Message
+from vexpert.server.protocol.tools import Tools
+
+MAX_TOKENS = 2**20
+
+
+class TokenizeRequest(StrictModel):
+    """A text, or a conversation in the model's chat template."""
+
+    model: str | None = None  # an adapter may ship a chat template of its own
+    prompt: str | None = None
+    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    tools: Tools | None = None
+    add_generation_prompt: bool | None = None
+    add_special_tokens: bool | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+    return_token_strs: bool | None = None
+
+    @model_validator(mode="after")
+    def _check(self) -> "TokenizeRequest":
+        if (self.prompt is None) == (self.messages is None):
+            raise refusal("send one of prompt and messages")
+        return self
+
+
+class TokenizeResponse(BaseModel):
+    """Token ids, and their texts if they were asked for."""
+
+    count: int
+    max_model_len: int
+    tokens: list[int]
+    token_strs: list[str] | None = None
+
+
+class DetokenizeRequest(StrictModel):
+    """Token ids."""
+
+    model: str | None = None
+    tokens: Annotated[list[Int64], Field(max_length=MAX_TOKENS)]
+
+
+class DetokenizeResponse(BaseModel):
+    """Their text, special tokens included."""
+
+    prompt: str

@@ -1,0 +1,57 @@
+"""Chat templates that adapters ship in their folders."""
+
+import json
+from functools import lru_cache
+from pathlib import Path
+from typing import Any
+
+from vexpert.errors import RequestError
+
+MAX_BYTES = 2**20
+FILES = ("chat_template.jinja", "tokenizer_config.json")  # the first that has one counts
+
+
+def adapter_template(folder: str) -> str | None:
+    """The template in an adapter's folder, or None. Raises RequestError for a broken file."""
+    stamps = tuple(_stamp(Path(folder) / name) for name in FILES)
+    return _read(folder, stamps) if any(stamps) else None
+
+
+def _stamp(file: Path) -> tuple[int, int] | None:
+    """Changes when the file does."""
+    try:
+        status = file.stat()
+    except OSError:
+        return None
+    return status.st_mtime_ns, status.st_size
+
+
+@lru_cache(maxsize=1024)
+def _read(folder: str, stamps: tuple[tuple[int, int] | None, ...]) -> str | None:
+    for name, stamp in zip(FILES, stamps, strict=True):
+        if stamp is None:
+            continue
+        file = Path(folder) / name
+        if stamp[1] > MAX_BYTES:
+            raise _broken(file, f"more than {MAX_BYTES} bytes")
+        try:
+            text = file.read_text(encoding="utf-8")
+            template = text if name.endswith(".jinja") else _template_in(json.loads(text))
+        except (OSError, ValueError, RecursionError) as error:
+            raise _broken(file, str(error)) from error
+        if template:
+            return template
+    return None
+
+
+def _template_in(config: Any) -> str | None:
+    """The template of a tokenizer_config.json; of several, the one named default."""
+    found = config.get("chat_template") if isinstance(config, dict) else None
+    if isinstance(found, list):
+        named = {entry.get("name"): entry for entry in found if isinstance(entry, dict)}
+        found = named.get("default", {}).get("template")
+    return found if isinstance(found, str) else None
+
+
+def _broken(file: Path, cause: str) -> RequestError:
+    return RequestError(f"the adapter's chat template {file.name} cannot be read: {cause}", "model")

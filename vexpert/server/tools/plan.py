@@ -1,0 +1,86 @@
+"""What a chat request wants of its tools: which, and whether a call must come."""
+
+from dataclasses import dataclass
+from typing import Any
+
+from vexpert.engine.structured_outputs import StructuredOutputs, enforceable
+from vexpert.errors import RequestError
+from vexpert.server.protocol.chat import ChatCompletionRequest
+from vexpert.server.protocol.tools import Tool
+from vexpert.server.tools.formats import ToolFormat, calls_constraint
+from vexpert.server.tools.parser import ToolParser
+
+NO_PARSER = (
+    "tools: this server was started without a tool format; start it with --tool-call-parser, "
+    "or send tool_choice 'none'"
+)
+
+
+@dataclass(frozen=True)
+class ToolPlan:
+    """Tools of one request. `is_forced`: the answer is calls and nothing else."""
+
+    format: ToolFormat
+    tools: list[Tool]
+    is_forced: bool
+    single: bool
+
+    @property
+    def opening(self) -> str:
+        """What the prompt ends with."""
+        return self.format.opening if self.is_forced else ""
+
+    def for_template(self) -> list[dict[str, Any]]:
+        return [tool.for_template() for tool in self.tools]
+
+    def parser(self) -> ToolParser:
+        return ToolParser(self.format, is_open=self.is_forced, single=self.single)
+
+    def constraint(self) -> StructuredOutputs | None:
+        """Of the text, where a call is forced. Raises RequestError for a malformed schema."""
+        if not self.is_forced:
+            return None
+        functions = []
+        for tool in self.tools:
+            parameters = tool.function.parameters or {"type": "object", "properties": {}}
+            schema = enforceable(parameters, "tools")
+            functions.append({"name": tool.function.name, "parameters": schema})
+        tag = calls_constraint(self.format, functions, self.single)
+        return StructuredOutputs(structural_tag=tag, param="tools")
+
+
+def plan_tools(body: ChatCompletionRequest, format: ToolFormat | None) -> ToolPlan | None:
+    """The plan, or None for an answer without calls. Raises RequestError."""
+    choice = body.tool_choice
+    tools = body.tools or []
+    if not tools:
+        if choice not in (None, "none", "auto"):
+            raise RequestError("tool_choice: only with tools", "tool_choice")
+        return None
+    if choice == "none":
+        return None
+    if format is None:
+        raise RequestError(NO_PARSER, "tools")
+    mode, names = _mode(body)
+    known = {tool.function.name: tool for tool in tools}
+    if len(known) < len(tools):
+        raise RequestError("tools: two of them have the same name", "tools")
+    unknown = [name for name in names if name not in known]
+    if unknown:
+        message = f"tool_choice: {unknown[0]!r} is not among the tools"
+        raise RequestError(message, "tool_choice")
+    chosen = [known[name] for name in names] or tools
+    single = mode == "named" or body.parallel_tool_calls is False
+    return ToolPlan(format, chosen, mode != "auto", single)
+
+
+def _mode(body: ChatCompletionRequest) -> tuple[str, list[str]]:
+    """(auto, required or named; the names chosen or none for all)."""
+    choice = body.tool_choice
+    if choice is None or isinstance(choice, str):
+        return choice or "auto", []
+    if choice.allowed_tools is not None:
+        names = [tool.function.name for tool in choice.allowed_tools.tools]
+        return choice.allowed_tools.mode, list(dict.fromkeys(names))
+    assert choice.function is not None
+    return "named", [choice.function.name]
