@@ -203,11 +203,13 @@ def _gate_up_tile(
                 BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
             )  # fmt: skip
             gate_used0, b_gate0 = load_b(
-                arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs, num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs,
+                num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
             )  # fmt: skip
             if GATED:
                 up_used0, b_up0 = load_b(
-                    arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs, num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                    arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs,
+                    num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
                 )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
@@ -261,7 +263,8 @@ def _gate_up_tile(
                     h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
                 else:
                     h_gate = shrunk_of_items(
-                        h, address, rank, first0, own, gate_used0, r0, plane, num_pairs, num_slots, max_rank, 2, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
+                        h, address, rank, first0, own, gate_used0, r0, plane, num_pairs, num_slots,
+                        max_rank, 2, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
                     )  # fmt: skip
                 gate = tl.dot(h_gate, b_gate0, gate, input_precision=PRECISION)
                 if GATED:
@@ -269,7 +272,8 @@ def _gate_up_tile(
                         h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
                     else:
                         h_up = shrunk_of_items(
-                            h, address, rank, first0, own, up_used0, r0, plane, num_pairs, num_slots, max_rank, 3, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
+                            h, address, rank, first0, own, up_used0, r0, plane, num_pairs,
+                            num_slots, max_rank, 3, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
                         )  # fmt: skip
                     up = tl.dot(h_up, b_up0, up, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
@@ -280,17 +284,20 @@ def _gate_up_tile(
                 r += step * BLOCK_R
                 own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
                 gate_used, b_gate = load_b(
-                    arena, address, rank, first_at, exists, expert, r, n, inside, size, num_pairs, num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                    arena, address, rank, first_at, exists, expert, r, n, inside, size, num_pairs,
+                    num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
                 )  # fmt: skip
                 if GATED:
                     up_used, b_up = load_b(
-                        arena, address, rank, first_at, exists, expert, r, n, inside, size, num_pairs, num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                        arena, address, rank, first_at, exists, expert, r, n, inside, size,
+                        num_pairs, num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
                     )  # fmt: skip
                 if BY_RUN:
                     h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
                 else:
                     h_gate = shrunk_of_items(
-                        h, address, rank, first_at, own, gate_used, r, plane, num_pairs, num_slots, max_rank, 2, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
+                        h, address, rank, first_at, own, gate_used, r, plane, num_pairs, num_slots,
+                        max_rank, 2, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
                     )  # fmt: skip
                 gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
                 if GATED:
@@ -298,7 +305,8 @@ def _gate_up_tile(
                         h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
                     else:
                         h_up = shrunk_of_items(
-                            h, address, rank, first_at, own, up_used, r, plane, num_pairs, num_slots, max_rank, 3, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
+                            h, address, rank, first_at, own, up_used, r, plane, num_pairs,
+                            num_slots, max_rank, 3, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
                         )  # fmt: skip
                     up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
     out = activate(gate, up, ACTIVATION, ALPHA, LIMIT).to(inter.dtype.element_ty)
@@ -380,7 +388,8 @@ def _gate_up_kernel(
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, num_slots, depth, size,
+            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, num_slots,
+            depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
             SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
             PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
@@ -389,7 +398,8 @@ def _gate_up_kernel(
     else:
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, num_slots, depth, size,
+            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, num_slots,
+            depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
             SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
             PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
