@@ -95,8 +95,8 @@ def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
         "HAS_LORA": True,
         "PLANES": lora.h.shape[0],
         "BY_RUN": lora.runs is not None,
-        # A dot is at least 16 deep, and a tile of B at most 128 rows.
-        "GROUP": max(min(lora.group, 128 // block_r), 16 // block_r),
+        # B's tile is bounded: tiles with runs are large, and little shared memory is left.
+        "GROUP": max(1, min(lora.group, (128 if lora.runs is None else 64) // block_r)),
         "ITEM_STAGES": lora.item_stages,
         "PREFETCH": lora.prefetch and lora.factors.slice_max_rank <= block_r,
         "EARLY": lora.early and lora.factors.slice_max_rank <= block_r,

@@ -33,6 +33,9 @@ class FusedExperts(Protocol):
     ) -> torch.Tensor:
         """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H]; sentinels add nothing."""
 
+    def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> object:
+        """What the layer launches before its products: to be timed alone."""
+
 
 class LoraBackend(Protocol):
     """One implementation. Rows: P; a Routing or Arrangement goes back to the backend it is from."""

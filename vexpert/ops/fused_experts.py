@@ -43,6 +43,11 @@ class FusedExpertsKernel:
         plan = choose_plan(self.shape(topk_ids), adapters)
         return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan)
 
+    def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
+        """What the layer launches before its products: to be timed alone."""
+        plan = choose_plan(self.shape(topk_ids), len(lora.active_slots) if lora else 0)
+        return _order(topk_ids, lora, self.experts.down.shape[0], plan.base)
+
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
         """What the plan depends on, for topk_ids [T, K]."""
         num_experts, hidden_size, intermediate_size = self.experts.down.shape
