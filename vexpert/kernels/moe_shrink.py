@@ -38,7 +38,7 @@ class ShrinkShape:
 def _shrink_run(
     at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth, max_rank, stride_x,
     TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr, IDENTITY: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Positions at ... stop, at most BLOCK_M of them, of one slot and expert."""
@@ -52,7 +52,7 @@ def _shrink_run(
             source = source // TOP_K
     k = tl.arange(0, BLOCK_K)
     x_line = hidden + source.to(tl.int64)[:, None] * stride_x + k[None, :]
-    a = arena + tl.multiple_of(a_at, ALIGNMENT)
+    a = arena + a_at
     for r in range(0, rank, BLOCK_R):
         inner = r + tl.arange(0, BLOCK_R)
         used = inner < rank
@@ -108,10 +108,12 @@ def _shrink_kernel(
         else:
             rank = tl.load(rank_at + at).to(tl.int64)
             a_at = tl.load(address + at)
+        # Here, where it is computed: the compiler forgets it of a function's argument.
+        a_at = tl.multiple_of(a_at, ALIGNMENT)
         if rank > 0:
             _shrink_run(
                 at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth,
-                max_rank, stride_x, TOP_K, BY_POSITION, SCALED, IDENTITY, EVEN, ALIGNMENT,
+                max_rank, stride_x, TOP_K, BY_POSITION, SCALED, IDENTITY, EVEN,
                 PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
             )  # fmt: skip
         at = stop
