@@ -41,6 +41,7 @@ class Gate:
         self.faults: dict[str, BaseException] = {}
         self.open = threading.Event()
         self.inside: set[str] = set()
+        self.failed: list[threading.Thread] = []
         object.__setattr__(manager._host._loader, "reader", self)
 
     def __call__(self, path: Path, targets: object, **options: object) -> AdapterWeights:
@@ -48,6 +49,7 @@ class Gate:
         if path.name in self.shut:
             assert self.open.wait(30)
         if path.name in self.faults:
+            self.failed.append(threading.current_thread())
             raise self.faults[path.name]
         return self.reader(path, TARGETS, max_rank=8)
 
@@ -182,6 +184,8 @@ def test_a_failed_read_is_the_one_adapters_own_error(
     finish(manager, refs["a"])
     assert_slot_is(manager, start(manager, "b")[1], 1)
     manager.check_integrity()
+    for thread in gate.failed if fault == "killed" else ():
+        thread.join(30)  # or the next test is told how it ended
 
 
 def test_a_device_that_fails_in_a_copy_costs_one_adapter(
