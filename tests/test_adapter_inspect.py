@@ -19,6 +19,7 @@ from helpers_extras import (
     plain,
     tokens,
 )
+from helpers_models import tiny_model
 
 import vexpert.demo
 from vexpert.cli.adapter import _spans
@@ -26,7 +27,7 @@ from vexpert.cli.main import main
 from vexpert.config import EngineConfig
 from vexpert.engine.inspect import inspect_adapter
 from vexpert.errors import ModelError
-from vexpert.models.loader import serve
+from vexpert.models.loader import find_targets, serve
 from vexpert.models.outline import read_outline
 
 
@@ -202,3 +203,13 @@ def test_an_empty_path(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
     code, out, _ = run(capsys, "inspect", "", "--model", folder)
     assert code == 1
     assert "path is empty" in out
+
+
+@pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])
+def test_an_outline_takes_no_memory_for_weights(model_type: str) -> None:
+    model = tiny_model(model_type)
+    with torch.device("meta"):
+        outline = type(model)(model.config)
+    targets = find_targets(outline, model.config.get_text_config(), 16)
+    assert targets.targets
+    assert all(parameter.is_meta for parameter in outline.parameters())
