@@ -91,6 +91,7 @@ def _add_server_options(group: Any) -> None:
     group.add_argument(
         "--disable-uvicorn-access-log", action="store_true", help="no log line per request"
     )
+    group.add_argument("--no-web", action="store_true", help="no page at /")
     group.add_argument("--disable-log-stats", action="store_true", help="no periodic status line")
     group.add_argument(
         "--log-format", choices=("text", "json"), default="text", help="json: an object a line"
@@ -302,6 +303,7 @@ def _server_options(
         cors=cors,
         access_log=not args.disable_uvicorn_access_log,
         max_body_bytes=args.max_body_bytes,
+        web=not args.no_web,
         sampling_defaults=sampling_defaults(config.model),
         status_interval=None if args.disable_log_stats else ServerOptions.status_interval,
     )
