@@ -90,7 +90,7 @@ def test_an_adapter_is_loaded_asked_and_unloaded(page: Browser, url: str) -> Non
     assert page.wait(ANSWERS, 2) == {BASE: "hello", "back": "olleh"}
     page.click('[data-unload="back"]')
     page.wait("return document.getElementById('told').textContent === 'back is unloaded'")
-    assert page.run(ROW, "back") is None
+    page.wait(f"{ROW} === undefined", "back")
     assert page.wait(COUNT, 5)
 
 
