@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.parser import add_engine_options, engine_config
+from vexpert.cli.progress import quiet_libraries
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
@@ -268,6 +269,7 @@ def build_engine(config: EngineConfig, modules: list[LoraModule]) -> "EngineProt
         raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
     from vexpert.engine.engine import Engine
 
+    quiet_libraries()
     engine: EngineProtocol = Engine(config)
     for module in modules:
         info = engine.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
