@@ -61,6 +61,27 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
         [(rate("vllm:request_success_total", ONE, "finished_reason"), "{{finished_reason}}")],
     ),
     (
+        "Bytes of adapters by tier",
+        "bytes",
+        [
+            (f"vexpert:adapter_tier_bytes{ALL}", "{{tier}} {{kind}}"),
+        ],
+    ),
+    (
+        "Adapters",
+        "short",
+        [(f"vexpert:adapters{ALL}", "{{tier}}")],
+    ),
+    (
+        "Adapter reads and evictions per second",
+        "short",
+        [
+            (rate("vexpert:adapter_loads_total", ALL), "reads"),
+            (rate("vexpert:adapter_load_errors_total", ALL), "errors"),
+            (rate("vexpert:adapter_evictions_total", ALL), "evictions"),
+        ],
+    ),
+    (
         "Share of prompt tokens found in the prefix cache",
         "percentunit",
         [(f"{rate('vllm:prefix_cache_hits_total')} / {rate('vllm:prefix_cache_queries_total')}",

@@ -7,6 +7,7 @@ of the row's own adapter. A wrong block, slot, position or a stale entry changes
 
 import dataclasses
 import itertools
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,7 +19,15 @@ from vexpert.engine.engine import Engine
 from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError
-from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, LoraState, TargetMap
+from vexpert.lora.types import (
+    AdapterInfo,
+    AdapterRef,
+    BatchView,
+    LoraState,
+    TargetMap,
+    TierUsage,
+    Wait,
+)
 from vexpert.models.types import ModelInfo, StepInput
 
 VOCAB = 64
@@ -38,6 +47,9 @@ class FakeManager:
     pins: dict[AdapterRef, int] = field(default_factory=dict)
     in_slot: dict[int, AdapterRef] = field(default_factory=dict)  # oldest use first
     swaps: int = 0
+    coming: set[AdapterRef] = field(default_factory=set)  # not read yet
+    ended: dict[AdapterRef, str] = field(default_factory=dict)  # for the next `advance`
+    prefetched: list[AdapterRef] = field(default_factory=list)  # of the last step
 
     def __post_init__(self) -> None:
         self._versions = itertools.count(1)
@@ -45,21 +57,38 @@ class FakeManager:
     def load(
         self,
         name: str,
-        path: str,
+        path: str | None = None,
         *,
-        lora_B_layout: str | None = None,
         load_inplace: bool = False,
+        **options: Any,
     ) -> AdapterInfo:
         if name in self.current and not load_inplace:
             raise AdapterError(f"adapter {name!r} is already loaded")
         ref = AdapterRef(name, next(self._versions))
         self.current[name] = ref
+        assert path is not None
         self.content[ref] = sum(path.encode()) * 7919 % PRIME + 1
         return AdapterInfo(name, ref.version, path, "host", 1, 1, 0, -1)
 
-    def unload(self, name: str) -> None:
+    def register(self, name: str, path: str, **options: Any) -> AdapterInfo:
+        return self.load(name, path, **options)
+
+    def unload(self, name: str, *, drain_seconds: float | None = None) -> None:
         self.resolve(name)
         del self.current[name]
+
+    def usage(self) -> TierUsage:
+        return TierUsage(known=len(self.current), device_adapters=len(self.in_slot))
+
+    def advance(self, is_idle: bool = False) -> dict[AdapterRef, str]:
+        ended, self.ended = self.ended, {}
+        return ended
+
+    def prefetch(self, refs: Iterable[AdapterRef]) -> None:
+        self.prefetched = list(refs)
+
+    def check_integrity(self) -> None:
+        assert len(set(self.in_slot.values())) == len(self.in_slot)
 
     def list(self) -> list[AdapterInfo]:
         return [AdapterInfo(r.name, r.version, "", "host", 1, 1, 0, -1) for r in self.content]
@@ -76,13 +105,15 @@ class FakeManager:
         assert self.holds[ref] > 0
         self.holds[ref] -= 1
 
-    def acquire(self, ref: AdapterRef) -> int | None:
+    def acquire(self, ref: AdapterRef) -> int | Wait:
         assert self.holds.get(ref, 0) > 0, "acquired, but not held"
+        if ref in self.coming:
+            return Wait.COMING
         slot = next((s for s, r in self.in_slot.items() if r == ref), None)
         if slot is None:
             slot = self._free_slot()
             if slot is None:
-                return None
+                return Wait.NO_ROOM
             self.swaps += 1
         self.in_slot.pop(slot, None)
         self.in_slot[slot] = ref

@@ -116,6 +116,9 @@ class FakeEngine:
         self.max_model_len = max_model_len
         self.step_seconds = 0.0
         self.load_seconds = 0.0
+        self.integrity_checks = 0
+        self.calls: list[tuple[str, str, dict[str, Any]]] = []
+        self.before_load: dict[str, Callable[[], Any]] = {}
         self.failure: Exception | None = None  # raised by the next step
         self.submitted: list[SamplingParams] = []
         self.prompts: list[str | None] = []
@@ -224,8 +227,10 @@ class FakeEngine:
         return [None, *(row(token, count) for token in request.token_ids[1:])]
 
     def load_adapter(
-        self, name: str, path: str, *, lora_B_layout: str | None = None, load_inplace: bool = False
+        self, name: str, path: str, *, load_inplace: bool = False, **options: Any
     ) -> AdapterInfo:
+        self.calls.append(("load", name, {"load_inplace": load_inplace, **options}))
+        self.before_load.get(name, lambda: None)()
         time.sleep(self.load_seconds)
         if name in self._adapters and not load_inplace:
             raise AdapterError(f"adapter {name!r} is loaded already; set load_inplace")
@@ -234,7 +239,16 @@ class FakeEngine:
         self._adapters[name] = AdapterInfo(name, 1, path, "device", 8, 1024, 1024, 0)
         return self._adapters[name]
 
-    def unload_adapter(self, name: str) -> None:
+    def register_adapter(self, name: str, path: str, **options: Any) -> AdapterInfo:
+        info = self.load_adapter(name, path, **options)
+        self.calls.append(("register", name, options))
+        return info
+
+    def check_integrity(self) -> None:
+        self.integrity_checks += 1
+
+    def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
+        self.calls.append(("unload", name, {"drain_seconds": drain_seconds}))
         if name not in self._adapters:
             raise AdapterNotFoundError(f"no adapter {name!r}")
         del self._adapters[name]
@@ -250,7 +264,7 @@ class FakeEngine:
             num_waiting=len(waiting),
             running_adapters=tuple(sorted({r.adapter for r in running if r.adapter})),
             waiting_adapters=tuple(sorted({r.adapter for r in waiting if r.adapter})),
-            max_loras=self.config.max_loras,
+            max_loras=8,
             kv_blocks_total=100,
             kv_blocks_used=len(running),
             prompt_tokens=self._prompt_tokens,

@@ -103,7 +103,8 @@ def test_merging_equals_the_tests_own(model_type: str, tmp_path: Path) -> None:
 def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     name, path = next(iter(vexpert.demo.adapter_paths().items()))
     words = ["adapter", "check", str(path), "--model", str(vexpert.demo.model_path()), "--json"]
-    assert main([*words, "--device", "cpu", "--prompt", "hello", "--prompt", name]) == 0
+    words += ["--tokenizer", str(vexpert.demo.model_path()), "--device", "cpu"]
+    assert main([*words, "--prompt", "hello", "--prompt", name]) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["prompts"] == 2
     assert facts["verdict"] == "right"

@@ -176,3 +176,29 @@ def test_the_demos_adapters() -> None:
 )
 def test_spans(numbers: list[int], text: str) -> None:
     assert _spans(numbers) == text
+
+
+def test_names_that_no_terminal_can_show(
+    model: Any, tmp_path: Path, folder: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Half a surrogate pair in a field's name, and in a tensor's."""
+    path = plain(Files(model, tmp_path))
+    config = path / "adapter_config.json"
+    config.write_text(config.read_text()[:-1] + ', "foo\\ud800": 1}')
+    code, out, _ = run(capsys, "inspect", str(path), "--model", folder)
+    assert code == 0
+    assert "'foo\\ud800'" in out
+    weights = path / "adapter_model.safetensors"
+    data = weights.read_bytes()
+    size = int.from_bytes(data[:8], "little")
+    header = data[8 : 8 + size].replace(b"q_proj", b"q_pro\\ud800")
+    weights.write_bytes(len(header).to_bytes(8, "little") + header + data[8 + size :])
+    for words in ([], ["--model", folder], ["--json"]):
+        _, out, _ = run(capsys, "inspect", str(path), *words)
+        assert "q_pro" in out
+
+
+def test_an_empty_path(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
+    code, out, _ = run(capsys, "inspect", "", "--model", folder)
+    assert code == 1
+    assert "path is empty" in out

@@ -73,7 +73,7 @@ def test_ready_answers_and_ends_on_a_signal(start: Start) -> None:
     assert "Traceback" not in log
     assert log.count("config: ") == 1
     assert "secret" not in log
-    assert "max_loras=8" in log
+    assert "max_loras=None" in log
     assert "GET /v1/models" in log
 
 

@@ -304,3 +304,49 @@ def test_a_request_that_cannot_be_built_holds_nothing(monkeypatch: pytest.Monkey
         engine.add_request("one", None, PROMPT, greedy(2), "red")
     assert not engine.has_unfinished()
     manager_of(engine).check_idle()
+
+
+def test_requests_of_an_adapter_that_fails_end_with_its_reason_and_others_go_on() -> None:
+    engine = make_engine()
+    manager = manager_of(engine)
+    engine.add_request("good", None, [5, 6, 7], greedy(4), "green")
+    engine.add_request("bad", None, [5, 6, 7], greedy(4, n=2), "red")
+    manager.ended = {manager.resolve("red"): "adapter 'red': its files cannot be read"}
+    last = run_all(engine)
+    assert last["bad"].finished
+    assert last["bad"].error == "adapter 'red': its files cannot be read"
+    assert [part.finish_reason for part in last["bad"].outputs] == ["abort", "abort"]
+    assert last["good"].error is None
+    assert len(last["good"].outputs[0].token_ids) == 4
+
+
+def test_an_adapter_on_its_way_holds_up_nobody_and_is_prefetched() -> None:
+    engine = make_engine(num_slots=2, max_num_seqs=2)
+    manager = manager_of(engine)
+    red = manager.resolve("red")
+    manager.coming = {red}
+    engine.add_request("slow", None, [5, 6, 7], greedy(2), "red")
+    for index in range(100):
+        engine.add_request(str(index), None, [5, 6, 7], greedy(2), ("green", "blue")[index % 2])
+    finished = set()
+    while len(finished) < 100:
+        finished |= {output.request_id for output in engine.step() if output.finished}
+        assert manager.prefetched[:1] == [red]
+        engine.check_integrity()
+    (slow,) = engine.scheduler.waiting
+    assert slow.times_passed == 0
+    manager.coming = set()
+    assert run_all(engine)["slow"].finished
+
+
+def test_the_cap_on_requests_of_one_adapter_holds() -> None:
+    engine = make_engine(max_requests_per_lora=2)
+    for index in range(6):
+        engine.add_request(str(index), None, [5, 6, 7], greedy(3), "red")
+    engine.add_request("other", None, [5, 6, 7], greedy(3), "green")
+    first = {output.request_id for output in engine.step()}
+    assert first == {"0", "1", "other"}
+    while engine.has_unfinished():
+        assert engine.stats().running_by_adapter.get("red", 0) <= 2
+        engine.step()
+        engine.check_integrity()

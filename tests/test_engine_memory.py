@@ -71,7 +71,7 @@ def test_the_boot_lines_name_the_budgets(caplog: pytest.LogCaptureFixture) -> No
     text = caplog.text
     assert "model fake" in text
     assert "40 blocks of 4 tokens: 160 tokens, 2.5 full-length sequences" in text
-    assert "adapters: 2 slots, arena 0.0 MiB" in text
+    assert "adapters: 0.0 MiB on the device in at most 2 slots" in text
 
 
 def test_staging_packs_and_unpacks_every_shape() -> None:

@@ -95,7 +95,7 @@ def test_fields_that_change_nothing(tmp_path):
 def test_missing_alpha_is_pefts_default_with_a_warning(tmp_path):
     (tmp_path / "adapter_config.json").write_text('{"peft_type": "LORA"}')
     found = read_config(tmp_path)
-    assert found.scale("q_proj", 2) == 4.0
+    assert found.scale("q_proj", 2, []) == 4.0
     assert "lora_alpha" in found.warnings[0]
 
 
@@ -106,15 +106,15 @@ def test_patterns_match_as_pefts(tmp_path):
         rank_pattern={"q_proj": 2, ".*": 7},
         alpha_pattern={"layers.1.mlp.experts.down_proj": 20, r".*\.gate_up_proj": 12},
     )
-    assert found.rank("model.layers.0.self_attn.q_proj") == 2
-    assert found.rank("model.layers.0.self_attn.k_q_proj") == 7
-    assert found.scale("model.layers.1.mlp.experts.down_proj", 5) == 4.0
-    assert found.scale("model.layers.11.mlp.experts.down_proj", 4) == 2.0
-    assert found.scale("model.layers.0.mlp.experts.gate_up_proj", 4) == 3.0
+    assert found.patterns.ranks("model.layers.0.self_attn.q_proj") == {2}
+    assert found.patterns.ranks("model.layers.0.self_attn.k_q_proj") == {7}
+    assert found.scale("model.layers.1.mlp.experts.down_proj", 5, []) == 4.0
+    assert found.scale("model.layers.11.mlp.experts.down_proj", 4, []) == 2.0
+    assert found.scale("model.layers.0.mlp.experts.gate_up_proj", 4, []) == 3.0
 
 
 def test_rslora_divides_by_the_root_of_the_files_rank(tmp_path):
-    assert config(tmp_path, use_rslora=True).scale("q_proj", 16) == 2.0
+    assert config(tmp_path, use_rslora=True).scale("q_proj", 16, []) == 2.0
 
 
 @pytest.mark.parametrize(

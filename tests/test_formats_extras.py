@@ -114,7 +114,7 @@ def test_saved_twice_with_two_values(tmp_path):
 
 
 def test_promised_module_missing(tmp_path):
-    refused(tmp_path, {}, "modules_to_save names lm_head", modules_to_save=["lm_head"])
+    refused(tmp_path, {}, "modules_to_save names .lm_head.", modules_to_save=["lm_head"])
 
 
 def test_added_tokens(tmp_path):
@@ -165,6 +165,12 @@ def test_full_biases_of_gpt_oss(tmp_path):
     """bias='all' takes every parameter with "bias" in its name, the experts' too."""
     targets = tiny_map("gpt_oss")
     keys = {
+        **{
+            f"{P}{name}": torch.ones(shape)
+            for name, shape in targets.parameters.items()
+            if name.endswith("_proj.bias") and name != "model.layers.0.self_attn.q_proj.bias"
+        },
+        f"{P}model.layers.1.mlp.router.bias": torch.ones(3),
         f"{P}model.layers.0.self_attn.q_proj.base_layer.bias": torch.ones(16),
         f"{P}model.layers.0.mlp.router.bias": torch.ones(3),
         f"{P}model.layers.0.mlp.experts.base_layer.base_layer.down_proj_bias": torch.ones(3, 16),
@@ -172,12 +178,14 @@ def test_full_biases_of_gpt_oss(tmp_path):
     }
     found = read_adapter(save(tmp_path, keys, bias="all"), targets, supported=ALL)
     assert found.extras == {"full_bias"}
-    assert set(found.full) == {
-        "model.layers.0.self_attn.q_proj.bias",
-        "model.layers.0.mlp.router.bias",
+    linear = {name for name in targets.parameters if name.endswith(".bias") and "norm" not in name}
+    assert set(found.full) == linear | {
         "model.layers.0.mlp.experts.down_proj_bias",
         "model.layers.0.mlp.experts.gate_up_proj_bias",
     }
+    keys.pop(f"{P}model.layers.0.mlp.router.bias")
+    with pytest.raises(AdapterError, match=r"bias='all', but 1 biases.*layers\.0\.mlp\.router"):
+        read_adapter(save(tmp_path, keys, bias="all"), targets, supported=ALL)
 
 
 TOKENS = f"{P}model.embed_tokens.token_adapter.trainable_tokens_delta"
@@ -206,7 +214,9 @@ def test_token_rows_that_do_not_fit(tmp_path, indices, rows, match):
 
 
 def test_promised_token_rows_missing(tmp_path):
-    refused(tmp_path, {}, "trainable_token_indices names embed_tokens", trainable_token_indices=[1])
+    refused(
+        tmp_path, {}, "trainable_token_indices names .embed_tokens.", trainable_token_indices=[1]
+    )
 
 
 EVERY = [

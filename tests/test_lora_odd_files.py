@@ -9,9 +9,9 @@ import torch
 
 from vexpert.demo import adapter_paths
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import read_json
 from vexpert.lora.files import INDEX, PICKLE, SAFETENSORS, read_tensors
-from vexpert.lora.source import AdapterLoader, observe
+from vexpert.lora.json_files import read_json
+from vexpert.lora.source import AdapterLoader, Source, check_path, observe
 from vexpert.lora.types import TargetMap
 
 NO_TARGETS = TargetMap("none", "None", {}, ())
@@ -32,9 +32,9 @@ def test_a_pipe_is_refused_unopened(tmp_path: Path, name: str, through_link: boo
     def never(*arguments: object, **options: object) -> None:
         raise AssertionError("read")
 
-    loader = AdapterLoader(never, NO_TARGETS, 8, torch.float32, False)  # type: ignore[arg-type]
+    loader = AdapterLoader(never, NO_TARGETS, 8, torch.float32)  # type: ignore[arg-type]
     with pytest.raises(AdapterError, match=f"{name} is not a regular file"):
-        loader.load(tmp_path, None)
+        loader.load(Source(tmp_path), torch.empty)
     read = read_tensors
     if name == "adapter_config.json":
         read = lambda folder: read_json(folder / name)  # noqa: E731
@@ -59,3 +59,17 @@ def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").symlink_to(tmp_path / "gone")
     with pytest.raises(AdapterError, match="cannot be read"):
         observe(tmp_path)
+
+
+def test_files_written_again_with_their_size_and_time(tmp_path: Path) -> None:
+    path = tmp_path / SAFETENSORS
+    path.write_bytes(b"1234")
+    before, stat = observe(tmp_path), path.stat()
+    path.write_bytes(b"5678")
+    os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
+    assert observe(tmp_path) != before
+
+
+def test_an_empty_path_is_not_this_folder() -> None:
+    with pytest.raises(AdapterError, match="path is empty"):
+        check_path("")

@@ -20,7 +20,13 @@ from vexpert.errors import AdapterError
 from vexpert.lora.budget import full_adapter_bytes
 from vexpert.lora.pack import align_up, pack, start_alignment
 from vexpert.lora.pool import SlotPool
-from vexpert.lora.types import AdapterWeights, ExpertsFactors, Factors, TargetMap
+from vexpert.lora.types import (
+    AdapterWeights,
+    ExpertsFactors,
+    Factors,
+    PerExpertFactors,
+    TargetMap,
+)
 
 CPU = torch.device("cpu")
 TARGETS = tiny_targets()
@@ -176,3 +182,34 @@ def test_overflow_of_float16_is_refused() -> None:
     with pytest.raises(AdapterError, match=r"float16's range.*bfloat16"):
         pack(weights, TARGETS, torch.float16)
     assert torch.isfinite(pack(weights, TARGETS, torch.bfloat16).buffer).all()
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("scale", [1.0, 0.7, 2.0])
+def test_pairs_of_single_experts_pack_as_stacked_ones_do(
+    dtype: torch.dtype, scale: float, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Bit for bit, from several threads, whatever the buffer held before."""
+    monkeypatch.setattr("vexpert.lora.parallel.thread_count", lambda: 4)
+    monkeypatch.setattr("vexpert.lora.pack.TASK_ELEMENTS", 100)
+    generator = torch.Generator().manual_seed(3)
+    stacked, single = {}, {}
+    for name, (width, out) in {"up": (16, 12), "down": (12, 16)}.items():
+        a = torch.randn(4, 5, width, generator=generator).to(dtype)
+        b = torch.randn(4, out, 5, generator=generator).to(dtype)
+        stacked[name] = Factors(a, b, scale)
+        single[name] = PerExpertFactors(tuple(a.clone()), tuple(b.clone()), scale)
+
+    def dirty(size: int) -> torch.Tensor:
+        return torch.full((size,), 7.0, dtype=dtype)
+
+    packed = [
+        pack(AdapterWeights({"experts": ExpertsFactors(**each)}), TARGETS, dtype, allocate=dirty)
+        for each in (stacked, single)
+    ]
+    assert packed[0].entries == packed[1].entries
+    assert torch.equal(packed[0].buffer, packed[1].buffer)
+    (entry,) = [e for e in packed[0].entries if e.site == TARGETS.targets["experts"].down.index]
+    place = packed[0].buffer[entry.b_offset[0] + entry.b_stride[0] :][: 5 * 16].view(5, 16)
+    expected = (stacked["down"].b[1].float() * scale).to(dtype).t()
+    assert torch.equal(place, expected)

@@ -71,8 +71,8 @@ def test_allocator_keeps_blocks_apart_and_bytes_exact(
                 live.append(start)
         elif live:
             allocator.free(live.pop(which % len(live)))
-        elif which == 0:
-            allocator.compact()
+        elif allocator.holes and allocator.free_total >= allocator.rounded(size):
+            gather(allocator, size)
         allocator.check_integrity()
         assert sorted(allocator.blocks) == sorted(live)
     for start in live:
@@ -98,17 +98,60 @@ def test_integrity_check_sees_planted_faults(fault: str) -> None:
         allocator.check_integrity()
 
 
-def test_compaction_moves_overlapping_blocks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
+def gather(allocator: Allocator, size: int) -> int:
+    """Move until one hole holds `size`; the elements moved."""
+    moved = 0
+    while max(room for _, room in allocator.holes) < allocator.rounded(size):
+        move = allocator.next_move(size)
+        assert move is not None
+        allocator.relocate(move)
+        allocator.check_integrity()
+        moved += move.size
+    return moved
+
+
+def cheapest(allocator: Allocator, size: int) -> int:
+    """Fewest elements to slide so that neighbouring holes hold `size`: every window tried."""
+    best = allocator.capacity
+    for i, (begin, _) in enumerate(allocator.holes):
+        room = 0
+        for start, hole in allocator.holes[i:]:
+            room += hole
+            if room >= size:
+                best = min(best, start + hole - begin - room)
+    return best
+
+
+@given(st.lists(st.integers(1, 9), min_size=3, max_size=20), st.data())
+@settings(max_examples=200, deadline=None)
+def test_moves_make_one_hole_at_the_least_cost(sizes: list[int], data: st.DataObject) -> None:
+    allocator = Allocator(sum(sizes) + 3, 1)
+    starts = [allocator.allocate(size) for size in sizes]
+    freed = data.draw(st.sets(st.sampled_from(starts), min_size=1))
+    for start in freed:
+        assert start is not None
+        allocator.free(start)
+    size = data.draw(st.integers(1, allocator.free_total))
+    expected = cheapest(allocator, size)
+    assert gather(allocator, size) == expected
+    assert allocator.allocate(size) is not None
+    allocator.check_integrity()
+
+
+def test_moves_carry_overlapping_blocks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vexpert.lora.arena.MOVE_ELEMENTS", 3)
-    arena = Arena(40 * 4, CPU, torch.float32, alignment=4)
+    arena = Arena(28 * 4, CPU, torch.float32, alignment=4)
     small, large = arena.allocator.allocate(4), arena.allocator.allocate(20)
     assert small is not None
     assert large is not None
-    arena.write(large, torch.arange(20.0))
+    arena.span(large, 20).copy_(torch.arange(20.0))
     arena.allocator.free(small)
-    (move,) = arena.compact()
+    move = arena.allocator.next_move(8)
+    assert move is not None
     assert (move.source, move.target) == (4, 0)
+    arena.move(move)
     torch.testing.assert_close(arena.buffer[:20], torch.arange(20.0))
+    assert arena.allocator.next_move(9) is None
 
 
 class Model:

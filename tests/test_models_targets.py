@@ -86,3 +86,11 @@ def test_no_targets_without_lora() -> None:
     targets = served(model, enable_lora=False).targets
     assert not targets.targets
     assert [type(module) for module in model.modules()] == kinds
+
+
+@pytest.mark.parametrize(
+    ("model_type", "path"),
+    [("qwen3_moe", "model.embed_tokens"), ("gpt_neox", "gpt_neox.embed_in")],
+)
+def test_the_input_embedding_has_its_own_name(model_type: str, path: str) -> None:
+    assert targets_of(model_type).input_embedding == path

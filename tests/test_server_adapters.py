@@ -1,5 +1,6 @@
 """Loading and unloading adapters while serving, in vLLM's shapes."""
 
+import threading
 from pathlib import Path
 
 import pytest
@@ -61,3 +62,53 @@ def test_version_and_ping(fake_server: RunningServer) -> None:
     assert set(fake_server.get("/version").json()) == {"version"}
     assert fake_server.get("/ping").status_code == 200
     assert fake_server.post("/ping").status_code == 200
+
+
+def test_the_list_of_adapters_says_state_version_bytes_and_tier(
+    fake_server: RunningServer, folder: str
+) -> None:
+    load(fake_server, lora_name="team/new", lora_path=folder, lazy=True, pinned=True)
+    listed = fake_server.get("/v1/adapters").json()
+    assert listed["object"] == "list"
+    entries = {entry["name"]: entry for entry in listed["data"]}
+    assert {"upper", "team/new"} <= set(entries)
+    wanted = {"state", "version", "device_bytes", "host_bytes", "tier", "last_use", "error"}
+    assert wanted <= set(entries["upper"])
+    (entry,) = fake_server.get("/v1/adapters/team/new").json()["data"]
+    assert entry == entries["team/new"]
+    assert fake_server.get("/v1/adapters/nobody").status_code == 404
+
+
+def test_lazy_and_pinned_and_the_deadline_reach_the_engine(
+    fake: FakeEngine, fake_server: RunningServer, folder: str
+) -> None:
+    load(fake_server, lora_name="new", lora_path=folder, lazy=True, pinned=True)
+    assert fake.calls[-1] == ("register", "new", {"pinned": True, **NO_OPTIONS})
+    load(fake_server, lora_name="other", lora_path=folder)
+    assert fake.calls[-1] == ("load", "other", {"pinned": False, **NO_OPTIONS})
+    body = {"lora_name": "new", "drain_seconds": 2.5}
+    assert fake_server.post("/v1/unload_lora_adapter", json=body).status_code == 200
+    assert fake.calls[-1] == ("unload", "new", {"drain_seconds": 2.5})
+    body["drain_seconds"] = -1
+    assert fake_server.post("/v1/unload_lora_adapter", json=body).status_code == 400
+
+
+NO_OPTIONS = {"lora_B_layout": None, "load_inplace": False}
+
+
+def test_a_load_that_hangs_holds_up_no_other(
+    fake: FakeEngine, fake_server: RunningServer, folder: str
+) -> None:
+    go = threading.Event()
+    fake.before_load["stuck"] = go.wait
+    body = {"lora_name": "stuck", "lora_path": folder}
+    stuck = threading.Thread(target=load, args=(fake_server,), kwargs=body)
+    stuck.start()
+    try:
+        assert load(fake_server, lora_name="new", lora_path=folder)[0] == 200
+        assert fake_server.ask("new", "hello") == "hello"
+        assert fake_server.get("/v1/models/stuck").status_code == 404
+    finally:
+        go.set()
+        stuck.join()
+    assert fake_server.get("/v1/models/stuck").status_code == 200

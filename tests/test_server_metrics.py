@@ -1,13 +1,18 @@
 """The metrics page: it parses, its names are vLLM's, its numbers are what happened."""
 
+import time
 from typing import Any
 
 import pytest
-from helpers_server import BASE, FakeEngine, RunningServer, wait_for
+from helpers_server import BASE, FakeEngine, RunningServer, serving, wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from vexpert.engine.outputs import EngineStats
-from vexpert.server.recorder import Histogram
+from vexpert.lora.types import AdapterInfo, TierUsage
+from vexpert.server.adapter_labels import OTHERS, AdapterLabels
+from vexpert.server.metrics import Metrics
+from vexpert.server.progress import Tracker
+from vexpert.server.recorder import Histogram, Recorder
 from vexpert.server.status_line import status_line
 
 pytest_plugins = ["helpers_server_fixtures"]
@@ -98,3 +103,55 @@ def test_the_status_line_tells_rates() -> None:
         "running 2, waiting 3, prompt 4.0 tok/s, generation 50.0 tok/s, KV blocks 12.5%, "
         "adapters upper"
     )
+
+
+def test_adapters_have_series_of_their_own_up_to_a_limit() -> None:
+    labels = AdapterLabels(most=2)
+    assert [labels.of(name) for name in ("a", None, "b", "c", "a")] == ["a", "", "b", OTHERS, "a"]
+    assert labels.forget({"b", "c"}) == ["a"]
+    assert [labels.of(name) for name in ("c", "a")] == ["c", OTHERS]
+
+
+def test_counts_of_thousands_of_adapters_stay_few_and_add_up() -> None:
+    recorder = Recorder(labels=AdapterLabels(most=3))
+    for index in range(1000):
+        tracker = Tracker(str(index), f"a{index}", 5, False, lambda update: None, 1, arrival=0.0)
+        recorder.added(tracker)
+        recorder.stepped(tracker, 2, now=1.5)
+        recorder.finished(tracker, ["stop"], now=2.0)
+    assert set(recorder.prompt_tokens) == {"a0", "a1", "a2", OTHERS}
+    assert recorder.prompt_tokens.total() == 5000
+    assert recorder.requests[OTHERS, "stop"] == 997
+    usage = TierUsage(known=1000, device_bytes=10, device_used=8, device_payload=6, evictions=4)
+    stats = EngineStats(
+        *(0, 0, tuple(f"a{i}" for i in range(1000)), (), 8, 1, 0, 0, 0, 0, 0, 0, 0),
+        adapters=usage,
+        running_by_adapter={"a0": 2, "a7": 3, "a8": 1},
+    )
+    infos = [AdapterInfo(f"a{i}", 1, "", "host", 8, 64, 0, -1) for i in range(1000)]
+    text = Metrics("base", recorder).page(stats, infos).decode()
+    assert len(text.splitlines()) < 250
+    found = {
+        (sample.name, *(v for _, v in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+    assert found["vexpert:adapter_requests_running", "a0"] == 2
+    assert found["vexpert:adapter_requests_running", OTHERS] == 4
+    assert found["vexpert:adapter_tier_bytes", "used", "device"] == 8
+    assert found["vexpert:adapter_evictions_total",] == 4
+    assert found["vexpert:adapter_bytes", "a1", "host"] == 64
+    assert found["vexpert:adapter_time_to_first_token_seconds_sum", "a2"] == 1.5
+    recorder.forget({"a1"})
+    assert set(recorder.prompt_tokens) == {"a1", OTHERS}
+    assert ("a0", "stop") not in recorder.requests
+
+
+def test_an_idle_engine_is_checked_once(fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("vexpert.server.engine_thread.IDLE_CHECK", 0.02)
+    with serving(fake) as server:
+        wait_for(lambda: fake.integrity_checks == 1)
+        server.ask(BASE, "hello")
+        wait_for(lambda: fake.integrity_checks == 2)
+        time.sleep(0.1)
+        assert fake.integrity_checks == 2

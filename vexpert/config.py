@@ -65,6 +65,8 @@ _RANGES = {
     "max_lora_rank": _COUNT,
     "max_cpu_loras": (0, 2**31 - 1),
     "lora_memory": _BYTES,
+    "lora_host_memory": _BYTES,
+    "max_requests_per_lora": _COUNT,
 }
 
 
@@ -96,15 +98,28 @@ class EngineConfig:
     max_num_batched_tokens: int = option(2048, "tokens in one step", "scheduler")
     enforce_eager: bool = option(False, "no CUDA graphs", "scheduler")
     enable_lora: bool = option(True, "serve adapters", "lora")
-    max_loras: int = option(8, "adapter slots on the device", "lora")
+    max_loras: int | None = option(
+        None, "most adapters on the device; default: as many as lora_memory holds", "lora"
+    )
     max_lora_rank: int = option(64, "largest rank accepted", "lora")
     max_cpu_loras: int | None = option(
-        None, "adapters kept in host memory; default: all loaded", "lora"
+        None, "most adapters in host memory; default: as many as lora_host_memory holds", "lora"
     )
     lora_memory: int | None = option(
-        None,
-        "bytes for adapters on the device; default: max_loras full adapters, at most 20% of free",
-        "lora",
+        None, "bytes for adapters on the device; default: 20% of free memory", "lora"
+    )
+    lora_host_memory: int | None = option(
+        None, "bytes for adapters in host memory; default: 20% of free memory", "lora"
+    )
+    lora_dir: str | None = option(
+        None, "folder of adapters: each folder in it is a name, read at its first use", "lora"
+    )
+    lora_dir_interval: float = option(2.0, "seconds between two looks at lora_dir", "lora")
+    max_requests_per_lora: int | None = option(
+        None, "most running completions of one adapter", "lora"
+    )
+    lora_weights: str | None = option(
+        None, 'shares of tenants, the part of a name before "/", as JSON: {"team": 2}', "lora"
     )
     lora_use_virtual_experts: bool = option(True, "one grouped product for all adapters", "lora")
     lora_backend: str = option(
@@ -122,6 +137,10 @@ class EngineConfig:
             value = getattr(self, name)
             if value is not None and not low <= value <= high:
                 raise ConfigError(f"{name}={shown(value)}: use an integer from {low} to {high}")
+        if not 0.05 <= self.lora_dir_interval <= 86_400:
+            raise ConfigError(
+                f"lora_dir_interval={self.lora_dir_interval}: seconds, from 0.05 to 86400"
+            )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: above 0, at most 1"

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import json
 import re
+import sys
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.threads import limit_spinning
@@ -46,6 +47,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     check.add_argument("--model", required=True, metavar="MODEL", help="folder or name")
     check.add_argument("--device", default="auto", metavar="TEXT", help="auto, cpu, cuda or cuda:N")
     check.add_argument(
+        "--tokenizer", default=None, metavar="TEXT", help="folder or name, if not the model's own"
+    )
+    check.add_argument(
         "--prompt", action="append", default=[], metavar="TEXT", help="repeatable; none: random"
     )
 
@@ -71,7 +75,7 @@ def _inspect(args: argparse.Namespace, options: dict[str, Any]) -> int:
     from vexpert.engine.inspect import inspect_adapter
 
     report = inspect_adapter(args.path, args.model, max_lora_rank=args.max_lora_rank, **options)
-    print(json.dumps(_plain(report)) if args.json else "\n".join(inspect_lines(report)))
+    _print(json.dumps(_plain(report)) if args.json else "\n".join(inspect_lines(report)))
     return int(report.is_refused)
 
 
@@ -80,10 +84,18 @@ def _check(args: argparse.Namespace, options: dict[str, Any]) -> int:
     from vexpert.engine.check import check_adapter
 
     options |= {"prompts": args.prompt or None, "device": args.device}
+    if args.tokenizer is not None:
+        options["tokenizer"] = args.tokenizer
     report = check_adapter(args.path, args.model, **options)
     facts = dataclasses.asdict(report) | {"verdict": report.verdict}
-    print(json.dumps(facts) if args.json else "\n".join(check_lines(report)))
+    _print(json.dumps(facts) if args.json else "\n".join(check_lines(report)))
     return int(not report.is_right)
+
+
+def _print(text: str) -> None:
+    """Print, with escapes for what the terminal's encoding cannot hold: names in files are free."""
+    encoding = sys.stdout.encoding or "utf-8"
+    print(text.encode(encoding, "backslashreplace").decode(encoding))
 
 
 def _plain(report: "AdapterReport") -> dict[str, Any]:

@@ -3,6 +3,7 @@
 import argparse
 import dataclasses
 import errno
+import gc
 import json
 import logging
 import socket
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vexpert.server.interface import EngineProtocol
     from vexpert.server.options import ServerOptions
 
+SWITCH_SECONDS = 5e-5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = get_logger(__name__)
 
@@ -34,6 +36,8 @@ class LoraModule:
     name: str
     path: str
     lora_B_layout: str | None = None
+    pinned: bool = False
+    lazy: bool = False  # read when a request first needs it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -64,7 +68,8 @@ def add_lora_modules(group: Any) -> None:
         default=[],
         type=lora_module,
         metavar="NAME=PATH",
-        help='to load at boot; or JSON: {"name": ..., "path": ..., "lora_B_layout": ...}',
+        help='to load at boot; or JSON: {"name": ..., "path": ..., "lora_B_layout": ..., '
+        '"pinned": true, "lazy": true}',
     )
 
 
@@ -225,6 +230,7 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket)
     _print_config(config, args)
     options = _server_options(args, config, names)  # before the model loads: it may be refused
     app = create_app(build_engine(config, modules), options)
+    settle()
     service = app.state.service
 
     def ready() -> None:
@@ -233,7 +239,22 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket)
         words = f"(model {service.base_names[0]}, {count} adapter{plural})"
         print(f"vexpert ready: {url_of(bound, args.host)} {words}", flush=True)
 
-    return run_server(app, bound, ready)
+    try:
+        return run_server(app, bound, ready)
+    finally:
+        gc.unfreeze()
+
+
+def settle() -> None:
+    """Keep this process's other threads from holding up its steps.
+
+    A collection walks every object of the imported libraries, 0.1 s, so those are set aside. A
+    step's thread gives the interpreter's lock away at each PyTorch call and waits up to the switch
+    interval, 5 ms unless told otherwise, to have it back from a thread that reads an adapter.
+    """
+    gc.collect()
+    gc.freeze()
+    sys.setswitchinterval(SWITCH_SECONDS)
 
 
 def resolve_model(
@@ -280,7 +301,9 @@ def build_engine(config: EngineConfig, modules: list[LoraModule]) -> "EngineProt
     quiet_libraries()
     engine: EngineProtocol = Engine(config)
     for module in modules:
-        info = engine.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
+        call = engine.register_adapter if module.lazy else engine.load_adapter
+        options = {"lora_B_layout": module.lora_B_layout, "pinned": module.pinned}
+        info = call(module.name, module.path, **options)
         size = info.host_bytes / 2**20
         logger.info("adapter %s: rank %d, %.2f MiB, %s", info.name, info.rank, size, info.path)
         for warning in info.warnings:

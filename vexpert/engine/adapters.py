@@ -1,11 +1,12 @@
 """What the engine asks of an adapter manager, and the manager of an engine without adapters."""
 
-from typing import Protocol
+from collections.abc import Iterable
+from typing import Any, Protocol
 
 import torch
 
 from vexpert.errors import AdapterError, AdapterNotFoundError
-from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView
+from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, TierUsage, Wait
 
 
 class AdapterSource(Protocol):
@@ -14,30 +15,58 @@ class AdapterSource(Protocol):
     A (name, version) means the same weights for the life of the process: KV blocks are keyed by it.
     """
 
+    @property
+    def num_slots(self) -> int:
+        """Most adapters on the device at once."""
+
     def load(
+        self,
+        name: str,
+        path: str | None = None,
+        *,
+        tensors: Any = None,
+        config: Any = None,
+        lora_B_layout: str | None = None,
+        load_inplace: bool = False,
+        pinned: bool = False,
+    ) -> AdapterInfo:
+        """Read an adapter, from a folder or from tensors with their config, and serve it."""
+
+    def register(
         self,
         name: str,
         path: str,
         *,
         lora_B_layout: str | None = None,
         load_inplace: bool = False,
-    ) -> AdapterInfo: ...
+        pinned: bool = False,
+    ) -> AdapterInfo:
+        """Serve a folder that is read when it is first needed."""
 
-    def unload(self, name: str) -> None: ...
+    def unload(self, name: str, *, drain_seconds: float | None = None) -> None: ...
 
     def list(self) -> list[AdapterInfo]: ...
+
+    def usage(self) -> TierUsage:
+        """What each tier holds."""
 
     def resolve(self, name: str) -> AdapterRef:
         """The newest version of `name`; AdapterNotFoundError if there is none."""
 
     def hold(self, ref: AdapterRef) -> None:
-        """A living request uses `ref`: keep its weights."""
+        """A living request uses `ref`: keep its weights, begin to read them where needed."""
 
     def drop(self, ref: AdapterRef) -> None:
         """The request that held `ref` has ended."""
 
-    def acquire(self, ref: AdapterRef) -> int | None:
-        """Pin `ref` in a slot for one sequence and return the slot; None: none is free now."""
+    def advance(self, is_idle: bool = False) -> dict[AdapterRef, str]:
+        """Called before each step. The versions whose requests cannot go on, with the reason."""
+
+    def acquire(self, ref: AdapterRef) -> int | Wait:
+        """Pin `ref` in a slot for one sequence and return the slot, or why there is none now."""
+
+    def prefetch(self, refs: Iterable[AdapterRef]) -> None:
+        """These will be acquired soon."""
 
     def release(self, ref: AdapterRef) -> None:
         """Undo one `acquire` that returned a slot."""
@@ -47,25 +76,29 @@ class AdapterSource(Protocol):
     ) -> BatchView | None:
         """View of a step: slots [T] and logit_slots [n] int64 on the device, active on the host."""
 
+    def check_integrity(self) -> None:
+        """Assert that versions, slots and tables agree."""
+
 
 class NoAdapters:
     """The manager of an engine with `enable_lora=False`: it knows no adapter and loads none."""
 
-    def load(
-        self,
-        name: str,
-        path: str,
-        *,
-        lora_B_layout: str | None = None,
-        load_inplace: bool = False,
-    ) -> AdapterInfo:
+    num_slots = 0
+
+    def load(self, name: str, path: str | None = None, **options: Any) -> AdapterInfo:
         raise AdapterError(f"cannot load adapter {name!r}: this engine has enable_lora=False")
 
-    def unload(self, name: str) -> None:
+    def register(self, name: str, path: str, **options: Any) -> AdapterInfo:
+        return self.load(name, path)
+
+    def unload(self, name: str, *, drain_seconds: float | None = None) -> None:
         raise self._unknown(name)
 
     def list(self) -> list[AdapterInfo]:
         return []
+
+    def usage(self) -> TierUsage:
+        return TierUsage()
 
     def resolve(self, name: str) -> AdapterRef:
         raise self._unknown(name)
@@ -76,11 +109,20 @@ class NoAdapters:
     def drop(self, ref: AdapterRef) -> None:
         raise self._unknown(ref.name)
 
-    def acquire(self, ref: AdapterRef) -> int | None:
+    def advance(self, is_idle: bool = False) -> dict[AdapterRef, str]:
+        return {}
+
+    def acquire(self, ref: AdapterRef) -> int | Wait:
         raise self._unknown(ref.name)
+
+    def prefetch(self, refs: Iterable[AdapterRef]) -> None:
+        return
 
     def release(self, ref: AdapterRef) -> None:
         raise self._unknown(ref.name)
+
+    def check_integrity(self) -> None:
+        return
 
     def batch_view(
         self, slots: torch.Tensor, logit_slots: torch.Tensor, active: tuple[int, ...]

@@ -7,10 +7,11 @@ import torch
 
 from vexpert.config import EngineConfig
 from vexpert.engine.adapters import AdapterSource, NoAdapters
+from vexpert.engine.admission import parse_weights
 from vexpert.engine.memory import MIB, CacheBudget
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger
-from vexpert.lora.types import LoraState
+from vexpert.lora.watcher import check_folder
 from vexpert.models.types import ModelInfo, ServedModel
 
 logger = get_logger(__name__)
@@ -33,6 +34,15 @@ def load_model_tokenizer(config: EngineConfig) -> Any:
     return load_tokenizer(config)
 
 
+def check_lora_options(config: EngineConfig) -> dict[str, float]:
+    """The shares by tenant. ConfigError for what would be refused once the model is loaded."""
+    if config.lora_dir is not None:
+        if not config.enable_lora:
+            raise ConfigError("lora_dir is given with enable_lora=False; leave one of them out")
+        check_folder(config.lora_dir)
+    return parse_weights(config.lora_weights)
+
+
 def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
     """The adapter manager of `model`; allocates the arena of the slots."""
     if not config.enable_lora:
@@ -42,13 +52,18 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
     from vexpert.lora.reader import read_adapter
 
     info, weight = model.info, model.parameter
-    reader = functools.partial(read_adapter, supported=SUPPORTED, base_weight=weight)
-    manager: AdapterSource = AdapterManager(
+    reader = functools.partial(
+        read_adapter, supported=SUPPORTED, base_weight=weight, model_name=info.name
+    )
+    manager = AdapterManager(
         *(model.targets, model.lora, config, info.device, info.dtype, reader),
         reserved=_base_names(config, info),
         base_weight=weight,
     )
-    return manager
+    if config.lora_dir is not None:
+        manager.watch(config.lora_dir, config.lora_dir_interval)
+    source: AdapterSource = manager
+    return source
 
 
 def _base_names(config: EngineConfig, info: ModelInfo) -> frozenset[str]:
@@ -71,13 +86,13 @@ def decide_max_model_len(config: EngineConfig, info: ModelInfo) -> int:
     return config.max_model_len
 
 
-def arena_bytes(state: LoraState) -> int:
-    """Device bytes of the adapters' arena; the tables of all sites may share one."""
-    arenas = {id(table.arena): table.arena for table in state.tables or ()}
-    return sum(arena.numel() * arena.element_size() for arena in arenas.values())
-
-
-def log_budgets(model: ServedModel, config: EngineConfig, cache: CacheBudget, length: int) -> None:
+def log_budgets(
+    model: ServedModel,
+    config: EngineConfig,
+    cache: CacheBudget,
+    length: int,
+    adapters: AdapterSource,
+) -> None:
     """Log what the engine keeps in memory."""
     info = model.info
     logger.info(
@@ -91,8 +106,10 @@ def log_budgets(model: ServedModel, config: EngineConfig, cache: CacheBudget, le
         *(config.block_size, tokens, tokens / length),
     )
     if config.enable_lora:
+        usage = adapters.usage()
         logger.info(
-            "adapters: %d slots, arena %.1f MiB", config.max_loras, arena_bytes(model.lora) / MIB
+            "adapters: %.1f MiB on the device in at most %d slots, %.1f MiB on the host",
+            *(usage.device_bytes / MIB, adapters.num_slots, usage.host_bytes / MIB),
         )
     if info.device.type == "cuda":
         free, total = torch.cuda.mem_get_info(info.device)

@@ -15,6 +15,7 @@ from vexpert.engine.sampling_params import SamplingParams
 from vexpert.lora.build_extras import SUPPORTED
 from vexpert.lora.merge import merge_adapter
 from vexpert.lora.reader import read_adapter
+from vexpert.lora.source import check_path
 from vexpert.lora.types import AdapterWeights, TargetMap
 
 NAME = "checked"
@@ -73,12 +74,13 @@ def check_adapter(
     `options`: those of EngineConfig; dtype is float32 unless given. The model is loaded twice, one
     after the other. Raises AdapterError if the adapter is refused, ModelError and ConfigError.
     """
+    folder = check_path(path)
     config = EngineConfig.from_options(**{"dtype": "float32", "model": model, **options})
     llm = LLM.from_engine(Engine(config))
     ids = _prompt_ids(llm, prompts)
-    info = llm.load_adapter(NAME, str(path), lora_B_layout=lora_B_layout)
+    info = llm.load_adapter(NAME, str(folder), lora_B_layout=lora_B_layout)
     served = _ask(llm, ids)
-    targets, weights = _read(llm, Path(path), lora_B_layout)
+    targets, weights = _read(llm, folder, lora_B_layout)
     facts = llm.engine.model_info
     del llm  # its weights make room for the plain model
     plain = _Plain(config, facts.dtype, facts.device)

@@ -3,6 +3,7 @@
 import itertools
 import math
 import time
+from collections import Counter
 from functools import lru_cache
 from typing import Any
 
@@ -49,6 +50,7 @@ class Engine:
         adapters: AdapterSource | None = None,
     ) -> None:
         self.config = config
+        weights = boot.check_lora_options(config)
         model = boot.load_served_model(config) if model is None else model
         self.tokenizer = boot.load_model_tokenizer(config) if tokenizer is None else tokenizer
         self.model = model
@@ -68,6 +70,8 @@ class Engine:
             max_num_seqs=config.max_num_seqs,
             max_num_batched_tokens=config.max_num_batched_tokens,
             enable_prefix_caching=config.enable_prefix_caching,
+            max_requests_per_lora=config.max_requests_per_lora,
+            weights=weights,
         )
         self._runner = Runner(model, self._adapters, config.block_size)
         self._sampler = Sampler(config.seed)
@@ -78,7 +82,7 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._prompt_tokens = self._generation_tokens = self._steps = 0
-        boot.log_budgets(model, config, cache, self.max_model_len)
+        boot.log_budgets(model, config, cache, self.max_model_len, self._adapters)
 
     def add_request(
         self,
@@ -172,14 +176,24 @@ class Engine:
 
     def step(self) -> list[RequestOutput]:
         """Schedule, execute, commit; the state of each request that gained a token or failed."""
+        ended = self._adapters.advance(is_idle=not self.scheduler.running)
+        failed = self._fail_users(ended) if ended else []
         chunks = self.scheduler.schedule()
         if not chunks:
-            if self._requests:
+            if self._requests and not failed:
                 time.sleep(STALL_PAUSE)
-            return []
+            return failed
         with torch.inference_mode():
             result = self._runner.run(chunks)
-            return self._commit(chunks, result)
+            return failed + self._commit(chunks, result)
+
+    def _fail_users(self, ended: dict[AdapterRef, str]) -> list[RequestOutput]:
+        """End the requests of adapters that cannot serve them any more."""
+        users = [r for r in self._requests.values() if r.adapter is not None and r.adapter in ended]
+        for request in users:
+            assert request.adapter is not None
+            self._fail(request, ended[request.adapter])
+        return [self._output(request) for request in users]
 
     def _commit(self, chunks: list[Chunk], result: StepResult) -> list[RequestOutput]:
         self._steps += 1
@@ -234,22 +248,21 @@ class Engine:
             row += count
         return failed
 
-    def load_adapter(
-        self,
-        name: str,
-        path: str,
-        *,
-        lora_B_layout: str | None = None,
-        load_inplace: bool = False,
-    ) -> AdapterInfo:
-        """Load an adapter from a folder; from any thread. AdapterError says why it is refused."""
-        return self._adapters.load(
-            name, path, lora_B_layout=lora_B_layout, load_inplace=load_inplace
-        )
+    def load_adapter(self, name: str, path: str | None = None, **options: Any) -> AdapterInfo:
+        """Load an adapter and wait for it; from any thread. AdapterError says why it is refused.
 
-    def unload_adapter(self, name: str) -> None:
-        """Forget an adapter; its running requests finish. From any thread."""
-        self._adapters.unload(name)
+        From the folder `path`, or from `tensors=` with `config=`. Other options: lora_B_layout,
+        load_inplace, pinned; see `AdapterManager.load`.
+        """
+        return self._adapters.load(name, path, **options)
+
+    def register_adapter(self, name: str, path: str, **options: Any) -> AdapterInfo:
+        """Serve the folder `path`, to be read at its first use; options as for `load_adapter`."""
+        return self._adapters.register(name, path, **options)
+
+    def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
+        """Forget an adapter; its running requests finish, or end after `drain_seconds`."""
+        self._adapters.unload(name, drain_seconds=drain_seconds)
 
     def adapters(self) -> list[AdapterInfo]:
         """All adapters, also those that drain or are errored. From any thread."""
@@ -258,12 +271,16 @@ class Engine:
     def stats(self) -> EngineStats:
         """One look at queues, blocks and counters."""
         scheduler = self.scheduler
+        running, waiting = _by_adapter(scheduler.running), _by_adapter(scheduler.waiting)
         return EngineStats(
             num_running=len(scheduler.running),
             num_waiting=len(scheduler.waiting),
-            running_adapters=_adapter_names(scheduler.running),
-            waiting_adapters=_adapter_names(scheduler.waiting),
-            max_loras=self.config.max_loras if self.config.enable_lora else 0,
+            running_adapters=tuple(sorted(running)),
+            waiting_adapters=tuple(sorted(waiting)),
+            running_by_adapter=running,
+            waiting_by_adapter=waiting,
+            max_loras=self._adapters.num_slots,
+            adapters=self._adapters.usage(),
             kv_blocks_total=scheduler.pool.num_blocks,
             kv_blocks_used=scheduler.pool.num_used,
             prompt_tokens=self._prompt_tokens,
@@ -277,11 +294,12 @@ class Engine:
     def check_integrity(self) -> None:
         """Assert that queues, blocks, slots and requests agree; nothing is held when idle."""
         self.scheduler.check_integrity()
+        self._adapters.check_integrity()
         queued = {s.request.id for s in (*self.scheduler.waiting, *self.scheduler.running)}
         assert queued == set(self._requests), "a request without sequences, or the reverse"
         if not self._requests:
             assert self.scheduler.pool.num_used == 0, "blocks in use without a request"
 
 
-def _adapter_names(sequences: list[Sequence]) -> tuple[str, ...]:
-    return tuple(sorted({s.adapter.name for s in sequences if s.adapter is not None}))
+def _by_adapter(sequences: list[Sequence]) -> dict[str, int]:
+    return Counter(s.adapter.name for s in sequences if s.adapter is not None)

@@ -12,6 +12,7 @@ from vexpert.lora.pack import packed_elements
 from vexpert.lora.reader import read_adapter
 from vexpert.lora.report import AdapterReport, file_facts, file_rows, module_rows, producer
 from vexpert.lora.site_extras import plan_extras
+from vexpert.lora.source import check_path
 from vexpert.lora.types import AdapterWeights, TargetMap
 
 
@@ -28,7 +29,10 @@ def inspect_adapter(
     the file are taken as changed. `options`: those of EngineConfig. A refusal is in the report's
     `error`; ModelError and ConfigError are raised.
     """
-    folder = Path(path)
+    try:
+        folder = check_path(path)
+    except AdapterError as error:
+        return AdapterReport(str(path), None, str(error))
     report = _from_files(folder)
     if model is None:
         return report
@@ -44,6 +48,7 @@ def inspect_adapter(
             max_rank=config.max_lora_rank,
             lora_B_layout=lora_B_layout,
             supported=SUPPORTED,
+            model_name=outline.name,
         )
         nbytes = packed_bytes(weights, outline.targets, outline.dtype)
     except AdapterError as error:

@@ -70,13 +70,21 @@ class LLM:
         parsed = [self._render(conversation) for conversation in conversations]
         return self._run(parsed, sampling_params, adapter, use_tqdm)
 
-    def load_adapter(self, name: str, path: str, **options: Any) -> AdapterInfo:
-        """Load an adapter folder under a name; options: lora_B_layout, load_inplace."""
+    def load_adapter(self, name: str, path: str | None = None, **options: Any) -> AdapterInfo:
+        """Load an adapter under a name, from a folder or from memory.
+
+        Options: `tensors` (name -> tensor, as in adapter_model.safetensors) with `config` (the
+        fields of adapter_config.json) instead of `path`; lora_B_layout; load_inplace; pinned.
+        """
         return self.engine.load_adapter(name, path, **options)
 
-    def unload_adapter(self, name: str) -> None:
-        """Forget an adapter."""
-        self.engine.unload_adapter(name)
+    def register_adapter(self, name: str, path: str, **options: Any) -> AdapterInfo:
+        """As `load_adapter` from a folder, which is read when a request first needs it."""
+        return self.engine.register_adapter(name, path, **options)
+
+    def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
+        """Forget an adapter; see `Engine.unload_adapter`."""
+        self.engine.unload_adapter(name, drain_seconds=drain_seconds)
 
     def adapters(self) -> list[AdapterInfo]:
         """All loaded adapters."""

@@ -2,6 +2,8 @@
 
 from dataclasses import dataclass, field
 
+from vexpert.lora.types import TierUsage
+
 
 @dataclass(frozen=True)
 class Logprob:
@@ -55,7 +57,7 @@ class EngineStats:
     num_waiting: int
     running_adapters: tuple[str, ...]
     waiting_adapters: tuple[str, ...]
-    max_loras: int
+    max_loras: int  # slots: most adapters on the device at once
     kv_blocks_total: int
     kv_blocks_used: int
     prompt_tokens: int
@@ -64,3 +66,6 @@ class EngineStats:
     prefix_query_tokens: int
     preemptions: int
     steps: int
+    adapters: TierUsage = field(default_factory=TierUsage)
+    running_by_adapter: dict[str, int] = field(default_factory=dict)  # completions by name
+    waiting_by_adapter: dict[str, int] = field(default_factory=dict)

@@ -105,6 +105,7 @@ class Sequence:
         self.blocks = BlockTable()
         self.slot = -1
         self.times_passed = 0  # newer requests that took a slot while this one was refused one
+        self.share_tag = 0.0  # see Admission
         self.was_admitted = False
         self._digests: list[bytes] = []
 

@@ -6,19 +6,22 @@ under way, then to waiting sequences in order of arrival. When no block is left,
 sequence loses its blocks and waits to be recomputed; the oldest one always goes on, so every
 sequence ends.
 
-A waiting sequence whose adapter gets no slot lets others pass, but at most `max_passed` newer ones
-with an adapter; then no newer sequence takes a slot before it.
+Who of those that wait may start first, and how long one may be passed, is `engine/admission.py`'s.
 """
 
 from bisect import insort
+from collections import Counter
+from collections.abc import Mapping
 from typing import NamedTuple
 
 from vexpert.engine.adapters import AdapterSource
+from vexpert.engine.admission import MAX_PASSED, Admission
 from vexpert.engine.block_pool import BlockPool
 from vexpert.engine.request import Sequence, State
-from vexpert.engine.turns import Turns
+from vexpert.lora.types import AdapterRef, Wait
 
-MAX_PASSED = 64
+PREFETCH = 4  # adapters of the oldest waiting requests that are brought nearer
+PREFETCH_WINDOW = 64  # waiting requests that are looked at for them
 
 
 class Chunk(NamedTuple):
@@ -45,13 +48,15 @@ class Scheduler:
         max_num_batched_tokens: int,
         enable_prefix_caching: bool = True,
         max_passed: int = MAX_PASSED,
+        max_requests_per_lora: int | None = None,
+        weights: Mapping[str, float] | None = None,
     ) -> None:
         self.pool = pool
         self.adapters = adapters
         self.max_num_seqs = max_num_seqs
         self.max_num_batched_tokens = max_num_batched_tokens
         self.enable_prefix_caching = enable_prefix_caching
-        self.max_passed = max_passed
+        self.admission = Admission(max_passed, max_requests_per_lora, weights)
         self.waiting: list[Sequence] = []  # both queues: oldest first
         self.running: list[Sequence] = []
         self.num_preemptions = 0
@@ -59,6 +64,10 @@ class Scheduler:
         self.prefix_hit_tokens = 0
 
     def add(self, sequence: Sequence) -> None:
+        self.admission.add(sequence)
+        self._wait(sequence)
+
+    def _wait(self, sequence: Sequence) -> None:
         insort(self.waiting, sequence, key=_arrival)
 
     def schedule(self) -> list[Chunk]:
@@ -69,6 +78,7 @@ class Scheduler:
         budget = self._continue_prompts(chunks, budget)
         if self.num_preemptions == preemptions:
             self._admit(chunks, budget)
+        self._prefetch()
         return chunks
 
     def commit(self, chunk: Chunk) -> None:
@@ -121,21 +131,30 @@ class Scheduler:
         return size
 
     def _admit(self, chunks: list[Chunk], budget: int) -> None:
-        turns = Turns(self.max_passed)
-        for sequence in tuple(self.waiting) if budget > 0 else ():
+        turns = self.admission.turns(self.waiting)
+        for sequence in turns if budget > 0 else ():
             if budget <= 0 or len(self.running) >= self.max_num_seqs:
                 return
-            if self._must_wait_for_sibling(sequence) or not turns.may_ask(sequence):
+            if self._must_wait_for_sibling(sequence):
                 continue
             cached = self._cached_blocks(sequence)
             if not self._fits(sequence, cached):
                 return
-            if not self._take_slot(sequence):
-                turns.refuse(sequence)
+            if (why := self._take_slot(sequence)) is not None:
+                turns.refuse(sequence, why)
                 continue
             turns.admit(sequence)
             self._start(sequence, cached)
             budget -= self._add_chunk(chunks, sequence, budget)
+
+    def _prefetch(self) -> None:
+        """Bring the adapters of the oldest waiting sequences nearer while others run."""
+        refs: dict[AdapterRef, None] = {}
+        for sequence in self.waiting[:PREFETCH_WINDOW]:
+            if sequence.adapter is not None and len(refs) < PREFETCH:
+                refs[sequence.adapter] = None
+        if refs:
+            self.adapters.prefetch(refs)
 
     def _must_wait_for_sibling(self, sequence: Sequence) -> bool:
         request = sequence.request
@@ -162,14 +181,14 @@ class Scheduler:
         rest = self.pool.num_available - self.pool.num_idle(cached) - new
         return rest >= len(self.running)
 
-    def _take_slot(self, sequence: Sequence) -> bool:
-        """Pin the adapter's slot for `sequence`, if it has an adapter; False: none is free."""
+    def _take_slot(self, sequence: Sequence) -> Wait | None:
+        """Pin the adapter's slot for `sequence`, if it has an adapter; why not, or None."""
         if sequence.adapter is not None:
             slot = self.adapters.acquire(sequence.adapter)
-            if slot is None:
-                return False
+            if isinstance(slot, Wait):
+                return slot
             sequence.slot = slot
-        return True
+        return None
 
     def _start(self, sequence: Sequence, cached: list[int]) -> None:
         self.pool.share(cached)
@@ -195,10 +214,11 @@ class Scheduler:
         sequence.state = State.WAITING
         sequence.num_computed = 0
         self.num_preemptions += 1
-        self.add(sequence)
+        self._wait(sequence)
 
     def _stop_running(self, sequence: Sequence) -> None:
         self.running.remove(sequence)
+        self.admission.stopped(sequence)
         self.pool.release(sequence.blocks.clear())
         if sequence.adapter is not None:
             self.adapters.release(sequence.adapter)
@@ -215,3 +235,5 @@ class Scheduler:
             assert sequence.num_computed < len(sequence.tokens) <= room + 1
             assert (sequence.slot >= 0) == (sequence.adapter is not None)
         assert all(not s.blocks.ids and s.slot == -1 for s in self.waiting)
+        running = Counter(s.adapter for s in self.running if s.adapter is not None)
+        assert running == self.admission.running, "the policy counts other running requests"

@@ -1,19 +1,20 @@
 """What adapter_config.json says, validated. It holds no tensors and decides no format."""
 
-import json
 import math
-import re
-import stat
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError
+from vexpert.lora.json_files import read_json
+from vexpert.lora.patterns import ORDER, Patterns
 from vexpert.lora.versions import peft_version
 
 CONFIG_NAME = "adapter_config.json"
 LAYOUTS = ("rank_major", "grouped_by_expert")
+INPUT_EMBEDDING = ""  # in token_indices: the model's own, whatever its name
 DEFAULT_ALPHA = 8.0  # PEFT's, for a config without lora_alpha
 
 # Initialisations that change the base weights: B A alone is then not the trained difference.
@@ -31,6 +32,9 @@ VARIANTS = {
     "layer_replication": "the adapter is for a model with replicated layers",
     "megatron_config": "Megatron's parallel layers",
 }
+
+# What wraps a model while it trains; such a name says nothing of the model's own class.
+_WRAPPERS = ("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "PeftM")
 
 # Fields of LoraConfig that do not change what the tensors mean, or that are read below.
 KNOWN = frozenset(
@@ -58,6 +62,7 @@ KNOWN = frozenset(
         "megatron_core",
         "merge_weights",
         "modules_to_save",
+        ORDER,
         "peft_type",
         "peft_version",
         "qalora_group_size",
@@ -90,42 +95,50 @@ class AdapterConfig:
     ensure_weight_tying: bool = False
     target_parameters: tuple[str, ...] = ()
     modules_to_save: tuple[str, ...] = ()
-    token_indices: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by module leaf name
+    token_indices: dict[str, tuple[int, ...]] = field(default_factory=dict)  # by end of module path
     layout: str | None = None  # lora_B_layout
     version: str | None = None  # peft_version, or NeMo's paramwrapper_layout
     base_class: str | None = None  # auto_mapping's base_model_class
     unsloth: bool = False  # signs of Unsloth in the config
     fields: frozenset[str] = frozenset()  # names of all fields present: tells the writer
+    target_modules: tuple[str, ...] | str = ()  # a str is a regular expression
+    exclude_modules: tuple[str, ...] | str = ()
+    layers_to_transform: tuple[int, ...] = ()  # empty: all
+    base_model: str = ""  # base_model_name_or_path
+    is_pattern_ordered: bool = False  # pattern_order: the patterns' order is the trainer's
     warnings: tuple[str, ...] = ()
 
-    @cached_property
-    def _alphas(self) -> list[tuple[re.Pattern[str], float]]:
-        return [(_pattern("alpha_pattern", p), v) for p, v in self.alpha_pattern.items()]
+    @property
+    def names_version(self) -> bool:
+        """Whether the config itself, as PEFT writes it, has peft_version."""
+        return self.version is not None and "peft_version" in self.fields
 
     @cached_property
-    def _ranks(self) -> list[tuple[re.Pattern[str], int]]:
-        return [(_pattern("rank_pattern", p), v) for p, v in self.rank_pattern.items()]
+    def patterns(self) -> Patterns:
+        """rank_pattern and alpha_pattern, compiled."""
+        return Patterns(
+            self.rank_pattern, self.alpha_pattern, self.r, self.alpha, self.is_pattern_ordered
+        )
 
-    def rank(self, name: str) -> int | None:
-        """Rank that the config states for a module or parameter by its name in the file."""
-        for pattern, value in self._ranks:
-            if pattern.match(name):
-                return value
-        return self.r
+    def scale(self, name: str, rank: int, notes: list[str]) -> float:
+        """LoRA's factor for `name`: alpha after alpha_pattern over `rank`, the rank in the file.
 
-    def scale(self, name: str, rank: int) -> float:
-        """LoRA's factor for `name`: alpha after alpha_pattern over `rank`, the rank in the file."""
-        alpha = self.alpha
-        for pattern, value in self._alphas:
-            if pattern.match(name):
-                alpha = value
-                break
+        What had to be assumed of the patterns' order is added to `notes`; AdapterError where
+        nothing tells it.
+        """
+        alpha, note = self.patterns.alpha(name, rank)
+        notes += [note] if note else []
         return alpha / math.sqrt(rank) if self.use_rslora else alpha / rank
 
 
 def read_config(folder: Path) -> AdapterConfig:
     """Read and validate `folder/adapter_config.json`; AdapterError says which field and why."""
     raw = read_json(folder / CONFIG_NAME)
+    return parse_config(raw, None if raw.get("peft_version") else _nemo_version(folder))
+
+
+def parse_config(raw: dict[str, Any], nemo_version: str | None = None) -> AdapterConfig:
+    """Validate the fields of an adapter_config.json; AdapterError says which one and why."""
     _check_type(raw)
     _check_variants(raw)
     warnings: list[str] = []
@@ -146,49 +159,23 @@ def read_config(folder: Path) -> AdapterConfig:
         use_dora=_flag(raw, "use_dora"),
         lora_bias=_flag(raw, "lora_bias"),
         ensure_weight_tying=_flag(raw, "ensure_weight_tying"),
+        target_modules=_names_or_pattern(raw, "target_modules"),
+        exclude_modules=_names_or_pattern(raw, "exclude_modules"),
+        layers_to_transform=_layers(raw.get("layers_to_transform")),
+        base_model=_text(raw.get("base_model_name_or_path")),
+        is_pattern_ordered=_is_ordered(raw.get(ORDER)),
         target_parameters=_names(raw, "target_parameters"),
         modules_to_save=_names(raw, "modules_to_save"),
         token_indices=_token_indices(raw.get("trainable_token_indices")),
         layout=_layout(raw.get("lora_B_layout")),
-        version=_version(raw.get("peft_version")) or _nemo_version(folder),
+        version=_version(raw.get("peft_version")) or nemo_version,
         base_class=_base_class(raw),
         unsloth=_is_unsloth(raw),
         fields=frozenset(raw),
         warnings=tuple(warnings),
     )
-    _ = config._alphas, config._ranks  # a bad pattern is an error now, not when first used
+    _ = config.patterns  # a bad pattern is an error now, not when first used
     return config
-
-
-def check_regular(path: Path) -> None:
-    """AdapterError if `path`, links followed, is a pipe, socket or device: to open it may hang.
-
-    A folder passes: the reader's own error says more. Raises OSError as `stat` does.
-    """
-    mode = path.stat().st_mode
-    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
-        raise AdapterError(f"{path} is not a regular file: copy the adapter's own files there")
-
-
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; AdapterError when it is missing, broken, or not an object."""
-    try:
-        check_regular(path)
-        raw = json.loads(path.read_text(encoding="utf-8"))
-    except AdapterError:
-        raise
-    except FileNotFoundError:
-        raise AdapterError(
-            f"{path} is missing: the folder holds no adapter; give the folder that PEFT's "
-            "save_pretrained wrote"
-        ) from None
-    except OSError as error:
-        raise AdapterError(f"{path} cannot be read: {error.strerror or error}") from None
-    except (ValueError, RecursionError) as error:
-        raise AdapterError(f"{path} is not valid JSON ({error}); save the adapter again") from None
-    if not isinstance(raw, dict):
-        raise AdapterError(f"{path} holds a JSON {type(raw).__name__}, not an object")
-    return raw
 
 
 def check_layout(value: str | None, source: str) -> str | None:
@@ -210,20 +197,23 @@ def _check_type(raw: dict[str, Any]) -> None:
     kind = raw.get("peft_type")
     if kind != "LORA":
         raise AdapterError(
-            f"{CONFIG_NAME}: peft_type={kind!r}: only LORA adapters can be served; merge this one "
-            "into the base model or train it as LoRA"
+            f"{CONFIG_NAME}: peft_type={shown(kind)}: only LORA adapters can be served; merge "
+            "this one into the base model or train it as LoRA"
         )
 
 
 def _check_variants(raw: dict[str, Any]) -> None:
     for name, meaning in VARIANTS.items():
         if raw.get(name) not in (None, False, [], {}):
-            raise AdapterError(f"{CONFIG_NAME}: {name}={raw[name]!r}: {meaning}; not supported")
+            raise AdapterError(
+                f"{CONFIG_NAME}: {name}={shown(raw[name])}: {meaning}; not supported, merge the "
+                "adapter into the base model"
+            )
     init = raw.get("init_lora_weights")
     if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
         raise AdapterError(
-            f"{CONFIG_NAME}: init_lora_weights={init!r} changed the base weights, so the factors "
-            "alone are not the trained difference; save again with PEFT's "
+            f"{CONFIG_NAME}: init_lora_weights={shown(init)} changed the base weights, so the "
+            "factors alone are not the trained difference; save again with PEFT's "
             "path_initial_model_for_weight_conversion, which converts to plain LoRA"
         )
 
@@ -231,18 +221,20 @@ def _check_variants(raw: dict[str, Any]) -> None:
 def _warn_unknown(raw: dict[str, Any], warnings: list[str]) -> None:
     """Refuse unknown fields that may change the meaning, warn of the others; null is no field."""
     unknown = [k for k, v in raw.items() if k not in KNOWN and k not in VARIANTS and v]
+    names = sorted(k if k.isprintable() and len(k) <= 100 else shown(k) for k in unknown)
     risky = [k for k in unknown if k.startswith("use_") or k.endswith("_config")]
     if risky:
+        facts = ", ".join(f"{shown(k)}={shown(raw[k])}" for k in risky[:5])
         raise AdapterError(
-            f"{CONFIG_NAME}: {', '.join(f'{k}={raw[k]!r}' for k in risky)}: a variant of LoRA that "
-            "this version does not know"
+            f"{CONFIG_NAME}: {facts}: a variant of LoRA that this version does not know"
         )
     if unknown:
-        warnings.append(f"{CONFIG_NAME}: unknown fields ignored: {', '.join(sorted(unknown))}")
+        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
+        warnings.append(f"{CONFIG_NAME}: unknown fields ignored: {', '.join(names[:20])}{more}")
 
 
 def _bad(name: str, value: Any, wanted: str) -> AdapterError:
-    return AdapterError(f"{CONFIG_NAME}: {name}={value!r}: must be {wanted}")
+    return AdapterError(f"{CONFIG_NAME}: {name}={shown(value)}: must be {wanted}")
 
 
 def _rank(value: Any, name: str) -> int:
@@ -294,20 +286,34 @@ def _names(raw: dict[str, Any], name: str) -> tuple[str, ...]:
     return tuple(value)
 
 
-def _pattern(name: str, pattern: str) -> re.Pattern[str]:
-    """PEFT's rule: the pattern covers the whole name, or the part after a dot."""
-    try:
-        return re.compile(rf"(.*\.)?({pattern})$")
-    except (re.error, OverflowError, RecursionError) as error:
-        raise _bad(name, pattern, f"a regular expression ({error})") from None
+def _names_or_pattern(raw: dict[str, Any], name: str) -> tuple[str, ...] | str:
+    value = raw.get(name)
+    return value if isinstance(value, str) else _names(raw, name)
+
+
+def _layers(value: Any) -> tuple[int, ...]:
+    found = value if isinstance(value, list) else [] if value is None else [value]
+    if not all(isinstance(item, int) and not isinstance(item, bool) for item in found):
+        raise _bad("layers_to_transform", value, "a layer's number, or a list of them")
+    return tuple(found)
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else ""
+
+
+def _is_ordered(value: Any) -> bool:
+    if value not in (None, "trainer"):
+        raise _bad(ORDER, value, '"trainer": the order of the patterns is the trainer\'s')
+    return value is not None
 
 
 def _token_indices(value: Any) -> dict[str, tuple[int, ...]]:
-    """PEFT's trainable_token_indices; a bare list means embed_tokens."""
+    """PEFT's trainable_token_indices; a bare list means the input embedding. Empty lists: none."""
     name = "trainable_token_indices"
     if value is None:
         return {}
-    table = value if isinstance(value, dict) else {"embed_tokens": value}
+    table = value if isinstance(value, dict) else {INPUT_EMBEDDING: value}
     for indices in table.values():
         if not isinstance(indices, list) or not all(
             isinstance(i, int) and not isinstance(i, bool) for i in indices
@@ -315,7 +321,7 @@ def _token_indices(value: Any) -> dict[str, tuple[int, ...]]:
             raise _bad(name, value, "a list of token ids, or one for each module")
         if len(set(indices)) != len(indices):
             raise _bad(name, value, "free of repeated token ids")
-    return {module: tuple(indices) for module, indices in table.items()}
+    return {module: tuple(indices) for module, indices in table.items() if indices}
 
 
 def _version(value: Any) -> str | None:
@@ -333,14 +339,18 @@ def _nemo_version(folder: Path) -> str | None:
     if layout is None:
         return None
     if not isinstance(layout, str) or peft_version(layout.removeprefix("peft-")) is None:
-        raise AdapterError(f'{path}: paramwrapper_layout={layout!r}: must be like "peft-0.19.1"')
+        raise AdapterError(
+            f'{path}: paramwrapper_layout={shown(layout)}: must be like "peft-0.19.1"'
+        )
     return layout.removeprefix("peft-")
 
 
 def _base_class(raw: dict[str, Any]) -> str | None:
     mapping = raw.get("auto_mapping")
     name = mapping.get("base_model_class") if isinstance(mapping, dict) else None
-    return name if isinstance(name, str) else None
+    if not isinstance(name, str) or name.startswith(_WRAPPERS):
+        return None
+    return name.removeprefix("FSDP")
 
 
 def _is_unsloth(raw: dict[str, Any]) -> bool:

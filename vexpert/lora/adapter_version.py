@@ -1,35 +1,52 @@
 """One version of a named adapter: where its weights are and who uses it."""
 
-import threading
 import unicodedata
-from dataclasses import dataclass, field
-from pathlib import Path
+from collections.abc import Iterable
+from dataclasses import dataclass
+
+import torch
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
-from vexpert.lora.source import Fingerprint, HostCopy
+from vexpert.lora.source import Fingerprint, HostCopy, Source
 from vexpert.lora.types import AdapterInfo, AdapterRef
 
 MAX_NAME = 256  # characters
+SHOWN_NAMES = 20
 
 
-@dataclass
+@dataclass(eq=False)
 class Version:
-    """Changed only under the manager's lock; `reading` alone serialises reads of its files."""
+    """Changed only under the manager's lock."""
 
     ref: AdapterRef
-    path: Path
-    lora_b_layout: str | None
-    files: Fingerprint
-    rank: int
-    warnings: tuple[str, ...]
-    host: HostCopy | None
-    slot: int | None = None
+    source: Source
+    is_pinned: bool = False  # never evicted from the device
+    files: Fingerprint | None = None  # as first read; None: not read yet
+    rank: int = 0
+    warnings: tuple[str, ...] = ()
+    # host tier
+    buffer: torch.Tensor | None = None  # its host memory, from before it is filled
+    host: HostCopy | None = None
+    is_loading: bool = False  # read now, or waiting for a loader thread
+    # device tier
+    slot: int | None = None  # set once its weights are whole there
+    is_copying: bool = False
+    device_bytes: int = 0  # of its block, while it has a slot
+    # users
     holds: int = 0  # living requests
     retired: bool = False  # unloaded or replaced: gone once nobody uses it
+    drain_until: float | None = None  # time.monotonic() at which its requests are ended
     error: str | None = None
-    last_use: int = 0
-    reading: threading.Lock = field(default_factory=threading.Lock)
+    last_use: float | None = None  # time.time()
+    loads: int = 0
+    load_seconds: float = 0.0
+    evictions: int = 0
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes of its host memory."""
+        return 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
 
     @property
     def state(self) -> str:
@@ -39,20 +56,37 @@ class Version:
             return "errored"
         if self.slot is not None:
             return "device"
+        if self.is_loading:
+            return "loading"
         return "registered" if self.host is None else "host"
 
-    def info(self, device_bytes: int) -> AdapterInfo:
+    @property
+    def tier(self) -> str:
+        if self.slot is not None:
+            return "device"
+        return "disk" if self.host is None else "host"
+
+    def info(self) -> AdapterInfo:
+        """What users may see. Without the lock it may be a moment old, no more."""
+        slot = self.slot
         return AdapterInfo(
             name=self.ref.name,
             version=self.ref.version,
-            path=str(self.path),
+            path=str(self.source),
             state=self.state,
             rank=self.rank,
-            host_bytes=self.host.packed.nbytes if self.host is not None else 0,
-            device_bytes=device_bytes,
-            slot=-1 if self.slot is None else self.slot,
+            host_bytes=self.nbytes,
+            device_bytes=self.device_bytes,
+            slot=-1 if slot is None else slot,
             error=self.error,
             warnings=self.warnings,
+            tier=self.tier,
+            pinned=self.is_pinned,
+            requests=self.holds,
+            last_use=self.last_use,
+            loads=self.loads,
+            load_seconds=self.load_seconds,
+            evictions=self.evictions,
         )
 
 
@@ -68,3 +102,10 @@ def check_name(name: str, reserved: frozenset[str]) -> None:
         raise AdapterError(f"adapter name {name!r}: must have no control characters")
     if name in reserved:
         raise AdapterError(f"adapter name {name!r} is the base model's: choose another name")
+
+
+def some_names(names: Iterable[str]) -> str:
+    """Names for a message: sorted, and of thousands the first few."""
+    known = sorted(names)
+    more = f" and {len(known) - SHOWN_NAMES} more" if len(known) > SHOWN_NAMES else ""
+    return (", ".join(known[:SHOWN_NAMES]) or "none") + more

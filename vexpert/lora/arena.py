@@ -6,12 +6,12 @@ import torch
 
 from vexpert.lora.pack import align_up
 
-MOVE_ELEMENTS = 1 << 22  # compaction copies through a scratch of this size, never a whole adapter
+MOVE_ELEMENTS = 1 << 22  # a move copies through a scratch of this size, never a whole adapter
 
 
 @dataclass(frozen=True)
 class Move:
-    """A block that compaction shifts towards the start: `target < source`; in elements."""
+    """A block that slides towards the start of the arena: `target < source`; in elements."""
 
     source: int
     target: int
@@ -61,20 +61,40 @@ class Allocator:
                 merged.append(hole)
         self.holes = merged
 
-    def compact(self) -> list[Move]:
-        """Shift all blocks to the start, in order; the moves to make, to be done in this order."""
-        moves: list[Move] = []
-        blocks: dict[int, int] = {}
-        position = 0
-        for start in sorted(self.blocks):
-            size = self.blocks[start]
-            if start != position:
-                moves.append(Move(start, position, size))
-            blocks[position] = size
-            position += size
-        self.blocks = blocks
-        self.holes = [(position, self.capacity - position)] if position < self.capacity else []
-        return moves
+    def next_move(self, size: int) -> Move | None:
+        """The first of the moves that make one hole of `size` at the least cost; None: no room.
+
+        It slides a block to the left, over the hole before it. Repeated, with `relocate` after
+        each, until `allocate` succeeds: every move shortens what is left to move.
+        """
+        size = self.rounded(size)
+        best: tuple[int, int] | None = None  # (elements to move, index of the first hole)
+        first = room = 0
+        for last, (start, hole) in enumerate(self.holes):
+            room += hole
+            while room - self.holes[first][1] >= size:
+                room -= self.holes[first][1]
+                first += 1
+            if room >= size:
+                cost = start + hole - self.holes[first][0] - room
+                best = min(best, (cost, first)) if best else (cost, first)
+                assert last > first, "one hole is enough: allocate instead"
+        if best is None:
+            return None
+        target, hole = self.holes[best[1]]
+        return Move(target + hole, target, self.blocks[target + hole])
+
+    def relocate(self, move: Move) -> None:
+        """Book `move`, which slides a block to the left over the hole before it."""
+        size = self.blocks.pop(move.source)
+        index = next(i for i, (start, _) in enumerate(self.holes) if start == move.target)
+        hole = (move.target + size, move.source - move.target)
+        self.blocks[move.target] = size
+        after = self.holes[index + 1] if index + 1 < len(self.holes) else None
+        if after is not None and hole[0] + hole[1] == after[0]:
+            self.holes[index : index + 2] = [(hole[0], hole[1] + after[1])]
+        else:
+            self.holes[index] = hole
 
     def check_integrity(self) -> None:
         """Assert that blocks and holes tile the capacity exactly and that no two holes touch."""
@@ -111,17 +131,16 @@ class Arena:
     def used_bytes(self) -> int:
         return self.allocator.used * self.itemsize
 
-    def write(self, start: int, source: torch.Tensor) -> None:
-        """Copy the host buffer `source` [n] to `start`; asynchronous when `source` is pinned."""
-        self.buffer[start : start + source.numel()].copy_(source, non_blocking=True)
+    def span(self, start: int, size: int) -> torch.Tensor:
+        """Elements `start` ... `start + size` as a view."""
+        return self.buffer[start : start + size]
 
-    def compact(self) -> list[Move]:
-        """Close all holes; contents move in place. Returns what moved."""
-        moves = self.allocator.compact()
-        for move in moves:
-            for done in range(0, move.size, MOVE_ELEMENTS):
-                count = min(MOVE_ELEMENTS, move.size - done)
-                # Through a copy: source and target of one chunk may overlap.
-                chunk = self.buffer[move.source + done :][:count].clone()
-                self.buffer[move.target + done :][:count].copy_(chunk)
-        return moves
+    def move(self, move: Move) -> None:
+        """Slide the contents of a block to the left, and book it. Not during a step."""
+        for done in range(0, move.size, MOVE_ELEMENTS):
+            count = min(MOVE_ELEMENTS, move.size - done)
+            chunk = self.span(move.source + done, count)
+            # Through a copy where source and target of one chunk overlap.
+            chunk = chunk if move.source - move.target >= count else chunk.clone()
+            self.span(move.target + done, count).copy_(chunk)
+        self.allocator.relocate(move)

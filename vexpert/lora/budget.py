@@ -6,7 +6,7 @@ from pathlib import Path
 import torch
 
 from vexpert.config import EngineConfig
-from vexpert.errors import ConfigError
+from vexpert.lora.host_memory import SLAB_BYTES
 from vexpert.lora.pack import align_up, packed_elements, start_alignment
 from vexpert.lora.types import (
     AdapterWeights,
@@ -18,7 +18,11 @@ from vexpert.lora.types import (
     TargetMap,
 )
 
-FREE_SHARE = 0.2  # of free memory, at most, unless `lora_memory` says otherwise
+FREE_SHARE = 0.2  # of free memory, on the device and on the host, unless an option says otherwise
+# Adapters on the device at once, unless `max_loras` says otherwise: bytes are the limit, a slot
+# costs one column of the tables. A CPU's backends look at every column of a site at each step.
+GPU_SLOTS, CPU_SLOTS = 1024, 256
+SLAB_ADAPTERS = 8
 
 
 def _full(experts: int, out: int, width: int, rank: int) -> Factors:
@@ -60,13 +64,36 @@ def free_bytes(device: torch.device) -> int:
     return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
 
 
+def slot_count(config: EngineConfig, device: torch.device) -> int:
+    """Columns of the tables."""
+    if config.max_loras is not None:
+        return config.max_loras
+    return GPU_SLOTS if device.type == "cuda" else CPU_SLOTS
+
+
 def arena_bytes(
     targets: TargetMap, config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """Size of the arena: `lora_memory`, or `max_loras` full adapters within 20% of free memory."""
+    """Size of the arena: `lora_memory`, or 20% of free memory.
+
+    Less where that many slots of the largest adapters would not fill it.
+    """
     if config.lora_memory is not None:
-        if config.lora_memory < 0:
-            raise ConfigError(f"lora_memory={config.lora_memory}: bytes, at least 0")
         return config.lora_memory
-    wanted = config.max_loras * full_adapter_bytes(targets, device, dtype)
+    wanted = slot_count(config, device) * full_adapter_bytes(targets, device, dtype)
     return min(wanted, int(free_bytes(device) * FREE_SHARE))
+
+
+def host_bytes(config: EngineConfig) -> int:
+    """Most bytes of adapters in host memory: `lora_host_memory`, or 20% of what is free."""
+    if config.lora_host_memory is not None:
+        return config.lora_host_memory
+    return int(free_bytes(torch.device("cpu")) * FREE_SHARE)
+
+
+def slab_bytes(
+    targets: TargetMap, config: EngineConfig, device: torch.device, dtype: torch.dtype
+) -> int:
+    """Host memory to pin at once: room for some of the largest adapters, within the budget."""
+    some = SLAB_ADAPTERS * full_adapter_bytes(targets, device, dtype)
+    return max(1, min(SLAB_BYTES, some, host_bytes(config)))

@@ -1,13 +1,20 @@
 """Checks of whole tensors at memory speed: finite, zero, equal."""
 
+import functools
+import math
+from collections.abc import Iterable
 from typing import Any
 
 import numpy as np
 import torch
 
 from vexpert.errors import AdapterError
+from vexpert.lora.parallel import run_all
 
 _CHUNK = 1 << 18  # elements; a chunk and its copy stay in the cache
+_PART = 1 << 22  # elements that one thread takes at a time
+
+LARGEST = torch.finfo(torch.bfloat16).max  # float32's is 0.4 % more
 
 # dtype -> (torch integer of the same width, numpy unsigned, bits of +Inf)
 _BITS: dict[torch.dtype, tuple[torch.dtype, Any, int]] = {
@@ -29,19 +36,69 @@ def largest_bits(x: torch.Tensor) -> int:
     return largest >> 1
 
 
-def require_finite(name: str, x: torch.Tensor) -> None:
-    """AdapterError when x holds NaN or Inf."""
-    if x.numel() and largest_bits(x) >= _BITS[x.dtype][2]:
+def largest_in(tensors: Iterable[torch.Tensor]) -> float:
+    """A bound on the magnitudes in all tensors; Inf: look closer, there may be NaN or Inf.
+
+    Storages are checked as a whole: thousands of small tensors of one file are one check of its
+    bytes, on several threads.
+    """
+    spans: dict[tuple[int, torch.dtype], list[int]] = {}  # storage, dtype -> first, end element
+    owners: dict[tuple[int, torch.dtype], torch.Tensor] = {}
+    for x in tensors:
+        if not x.is_contiguous() or x.dtype not in _BITS:
+            return math.inf
+        key = (x.untyped_storage().data_ptr(), x.dtype)
+        owners[key] = x
+        start = int(x.storage_offset())
+        span = spans.setdefault(key, [start, start])
+        span[0], span[1] = min(span[0], start), max(span[1], start + x.numel())
+    found: list[float] = []
+
+    def check(part: torch.Tensor) -> None:
+        found.append(_magnitude(largest_bits(part), part.dtype))
+
+    tasks = []
+    for key, (start, end) in spans.items():
+        whole = owners[key].as_strided((end - start,), (1,), start)
+        starts = range(0, end - start, _PART)
+        tasks += [functools.partial(check, whole[at : at + _PART]) for at in starts]
+    run_all(tasks)
+    return max(found, default=0.0)
+
+
+def require_finite(name: str, x: torch.Tensor, scale: float = 1.0) -> None:
+    """AdapterError for NaN, Inf, or more than bfloat16 can hold once `scale` is applied.
+
+    float16's own range is smaller: packing checks it.
+    """
+    largest = _magnitude(largest_bits(x), x.dtype) if x.numel() else 0.0
+    dtype = str(x.dtype).removeprefix("torch.")
+    if largest == math.inf:
         kind = "NaN" if bool(torch.isnan(x).any()) else "Inf"
         raise AdapterError(
-            f"{name} holds {kind}: the training diverged, or the values overflowed "
-            f"{str(x.dtype).removeprefix('torch.')}; use an earlier checkpoint"
+            f"{name} holds {kind}: the training diverged, or the values overflowed {dtype}; use an "
+            "earlier checkpoint"
         )
+    if largest * abs(scale) > LARGEST:
+        times = f" times the scale {scale:g}" if scale != 1.0 else ""
+        raise AdapterError(
+            f"{name} holds {largest:g}{times}: beyond the range of float32 and bfloat16; check "
+            "lora_alpha and the training"
+        )
+
+
+def _magnitude(bits: int, dtype: torch.dtype) -> float:
+    """The value with these bits; Inf for NaN too."""
+    integer, _, infinite = _BITS[dtype]
+    if bits >= infinite:
+        return math.inf
+    return float(torch.tensor([bits], dtype=integer).view(dtype))
 
 
 def is_zero(x: torch.Tensor) -> bool:
     """True when every element is +0 or -0."""
-    return largest_bits(x) == 0
+    first = x[(0,) * (x.ndim - 1)]  # of nearly every tensor, enough to tell that it is not
+    return not bool(first.any()) and largest_bits(x) == 0
 
 
 def same_values(x: torch.Tensor, y: torch.Tensor) -> bool:

@@ -1,57 +1,63 @@
-"""The tensors of an adapter folder, mapped from disk: nothing is copied before it is needed."""
+"""The tensors of an adapter folder, as views of what its files held when they were read."""
 
-import json
+import functools
+import os
 import pickle
 import zipfile
 from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError, safe_open
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import check_regular, read_json
+from vexpert.lora.header import Entry, parse_header
+from vexpert.lora.json_files import check_regular, read_json
+from vexpert.lora.parallel import run_all
 
 SAFETENSORS = "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"
 PICKLE = "adapter_model.bin"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
-_SAFE_DTYPES = {
-    "F64": torch.float64,
-    "F32": torch.float32,
-    "F16": torch.float16,
-    "BF16": torch.bfloat16,
-}
-
 Tensors = dict[str, torch.Tensor]
+
+READ_BYTES = 8 << 20  # one read
 
 
 def read_tensors(folder: Path) -> Tensors:
-    """Tensors by key, backed by the file's pages. AdapterError names the file and what is wrong.
+    """Tensors by key, in memory of their own. AdapterError names the file and what is wrong.
 
     A weights file may be a symlink (download caches make them); an index may name only files of
     the folder itself.
     """
-    if (folder / SAFETENSORS).exists():
+    if _exists(folder / SAFETENSORS):
         tensors = _read_safetensors(folder / SAFETENSORS)
-    elif (folder / INDEX).exists():
+    elif _exists(folder / INDEX):
         tensors = _read_shards(folder)
-    elif (folder / PICKLE).exists():
+    elif _exists(folder / PICKLE):
         tensors = _read_pickle(folder / PICKLE)
     else:
         raise AdapterError(
             f"{folder} has no {SAFETENSORS}, {INDEX} or {PICKLE}: the weights are missing; copy "
             "them beside adapter_config.json"
         )
-    _check(folder, tensors)
+    check_tensors(str(folder), tensors)
     return tensors
 
 
-def _check(folder: Path, tensors: Tensors) -> None:
+def _exists(path: Path) -> bool:
+    try:
+        return path.exists()
+    except OSError as error:  # a folder that may not be searched
+        raise _unreadable(path, error) from None
+
+
+def check_tensors(source: str, tensors: Tensors) -> None:
+    """AdapterError for what no tensor of an adapter is: empty, or of a dtype that is not read."""
     if not tensors:
         raise AdapterError(
-            f"{folder}: the weights file holds no tensor: nothing would be applied; save the "
+            f"{source}: the weights file holds no tensor: nothing would be applied; save the "
             "adapter again (sharded training must gather the weights first)"
         )
     for key, tensor in tensors.items():
@@ -68,52 +74,76 @@ def _check(folder: Path, tensors: Tensors) -> None:
 
 
 def _read_safetensors(path: Path) -> Tensors:
-    if not path.is_file():
-        raise AdapterError(f"{path} is not a file")
     try:
-        with safe_open(path, framework="pt") as file:  # checks the whole header
-            keys = file.keys()
-            return _map(path, keys) or {key: file.get_tensor(key) for key in keys}
-    except (SafetensorError, OSError, ValueError, RuntimeError, TypeError, KeyError) as error:
+        if not path.is_file():
+            raise AdapterError(f"{path} is not a file")
+        content = _content(path)
+        return _views(content, parse_header(content))
+    except OSError as error:
+        raise _unreadable(path, error) from None
+    except (ValueError, RecursionError) as error:
         raise AdapterError(
             f"{path} is not a readable safetensors file ({error}); it may be truncated, or a link "
             "that was saved as text: copy it again"
         ) from None
 
 
-def _map(path: Path, keys: list[str]) -> Tensors | None:
-    """Tensors as views of one mapping; None where offsets or dtypes do not allow that.
+def _unreadable(path: Path, error: OSError) -> AdapterError:
+    return AdapterError(f"{shown(str(path), 300)} cannot be read: {error.strerror or error}")
 
-    `safe_open` slices its mapping anew for each tensor: 0.1 s for 6,000 tensors; this takes 0.03.
-    """
-    with path.open("rb") as file:
-        size = int.from_bytes(file.read(8), "little")
-        header = json.loads(file.read(size))
-    nbytes = path.stat().st_size
-    mapping = torch.from_file(str(path), shared=False, size=nbytes, dtype=torch.uint8)
-    flat: dict[str, torch.Tensor] = {}  # the whole mapping in each dtype
+
+def _views(content: torch.Tensor, entries: list[Entry]) -> Tensors:
+    """Tensors as views of a file's bytes [N]; copies of those whose place is not aligned."""
+    flat: dict[torch.dtype, torch.Tensor] = {}  # all bytes in each dtype
     tensors: Tensors = {}
-    for key in keys:
-        entry = header[key]
-        dtype = _SAFE_DTYPES.get(entry["dtype"])
-        start, remainder = divmod(
-            8 + size + entry["data_offsets"][0], dtype.itemsize if dtype else 1
-        )
-        if dtype is None or remainder:
-            return None
-        if entry["dtype"] not in flat:
-            whole = nbytes - nbytes % dtype.itemsize
-            flat[entry["dtype"]] = mapping[:whole].view(dtype)
-        shape = entry["shape"]
-        tensors[key] = flat[entry["dtype"]].as_strided(shape, _strides(shape), start)
+    for key, dtype, shape, start, end in entries:
+        if start % dtype.itemsize:
+            tensors[key] = content[start:end].clone().view(dtype).view(shape)
+            continue
+        if dtype not in flat:
+            flat[dtype] = content[: len(content) - len(content) % dtype.itemsize].view(dtype)
+        # One call for each of thousands of tensors; slices and views are four.
+        tensors[key] = flat[dtype].as_strided(shape, _strides(shape), start // dtype.itemsize)
     return tensors
 
 
-def _strides(shape: list[int]) -> list[int]:
+def _strides(shape: tuple[int, ...]) -> list[int]:
     strides = [1] * len(shape)
     for dim in range(len(shape) - 1, 0, -1):
         strides[dim - 1] = strides[dim] * shape[dim]
     return strides
+
+
+def _content(path: Path) -> torch.Tensor:
+    """The bytes of a file in memory of its own, read by several threads.
+
+    Not a mapping: a file that is cut short while it is mapped, or a disk that fails, would kill the
+    process, with every other adapter in it.
+    """
+    with path.open("rb", buffering=0) as file:
+        before = os.fstat(file.fileno())
+        nbytes = before.st_size
+        content = torch.empty(nbytes, dtype=torch.uint8)
+        view: Any = content.numpy()  # a buffer, and slices of it
+
+        def read(start: int) -> None:
+            end = min(start + READ_BYTES, nbytes)
+            while start < end:
+                count = os.preadv(file.fileno(), [view[start:end]], start)
+                if count == 0:
+                    raise OSError(f"it ended at byte {start} of {nbytes} while it was read")
+                start += count
+
+        run_all([functools.partial(read, start) for start in range(0, nbytes, READ_BYTES)])
+        if _state(os.fstat(file.fileno())) != _state(before):
+            raise AdapterError(
+                f"{path} changed while it was read; load it again once it is written"
+            )
+    return content
+
+
+def _state(stat: os.stat_result) -> tuple[int, int, int]:
+    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
 
 
 def _read_shards(folder: Path) -> Tensors:
@@ -139,8 +169,8 @@ def _read_shards(folder: Path) -> Tensors:
 def _shard_name(folder: Path, name: Any) -> str:
     if not isinstance(name, str) or Path(name).name != name or name in ("", ".", ".."):
         raise AdapterError(
-            f"{folder / INDEX} names the shard {name!r}, outside the adapter's folder: put the "
-            "shards beside the index and name them without a path"
+            f"{folder / INDEX} names the shard {shown(name)}, outside the adapter's folder: put "
+            "the shards beside the index and name them without a path"
         )
     return name
 
@@ -154,6 +184,8 @@ def _read_pickle(path: Path) -> Tensors:
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except AdapterError:
         raise
+    except PermissionError as error:
+        raise _unreadable(path, error) from None
     except (
         pickle.UnpicklingError,
         zipfile.BadZipFile,
@@ -175,4 +207,21 @@ def _read_pickle(path: Path) -> Tensors:
         isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in loaded.items()
     ):
         raise AdapterError(f"{path} is not a table of tensors; save it as {SAFETENSORS}")
-    return {key: tensor.detach().contiguous() for key, tensor in loaded.items()}
+    return {key: _plain(key, tensor) for key, tensor in loaded.items()}
+
+
+def _plain(key: str, tensor: torch.Tensor) -> torch.Tensor:
+    """`tensor` as rows in memory; AdapterError for kinds of tensors that are none."""
+    dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
+    if not dense or tensor.device.type != "cpu":
+        kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        raise AdapterError(
+            f"{key} is a {kind} tensor of {tensor.dtype} on {tensor.device}, not plain numbers; "
+            f"save the adapter as {SAFETENSORS}"
+        )
+    if tensor.nbytes > tensor.untyped_storage().nbytes():
+        raise AdapterError(
+            f"{key} has shape {list(tensor.shape)}, but the file holds fewer numbers (an expanded "
+            f"tensor); save the adapter as {SAFETENSORS}"
+        )
+    return tensor.detach().resolve_conj().resolve_neg().contiguous()

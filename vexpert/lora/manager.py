@@ -1,26 +1,44 @@
-"""The adapters of one engine: names and versions, host copies, and who holds a device slot.
+"""The adapters of one engine: names and versions, and who uses them. Tiers hold the weights.
 
-Any thread may load, unload, list, resolve, hold and drop; `acquire` and `release` belong to the
-engine's thread, between two steps. Files are read and packed outside the lock.
+Any thread may load, register, unload, list, resolve, hold and drop. `advance`, `acquire`,
+`release` and `prefetch` belong to the engine's thread, between two steps; they read no file and
+wait for none.
 """
 
 import itertools
 import threading
+import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 import torch
 
 from vexpert.config import EngineConfig, allocating, shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
-from vexpert.lora.adapter_version import Version, check_name
-from vexpert.lora.budget import arena_bytes
+from vexpert.lora.adapter_version import Version, check_name, some_names
+from vexpert.lora.budget import arena_bytes, host_bytes, slab_bytes, slot_count
+from vexpert.lora.device_tier import DeviceTier
 from vexpert.lora.formats.full import BaseWeight
+from vexpert.lora.host_memory import HostMemory
+from vexpert.lora.host_tier import HostTier
 from vexpert.lora.pool import SlotPool
-from vexpert.lora.source import AdapterLoader, AdapterReader, HostCopy, check_path
-from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, LoraState, TargetMap
+from vexpert.lora.source import AdapterLoader, AdapterReader, Source, check_path, make_source
+from vexpert.lora.types import (
+    AdapterInfo,
+    AdapterRef,
+    BatchView,
+    LoraState,
+    TargetMap,
+    TierUsage,
+    Wait,
+)
+from vexpert.lora.watcher import Watcher, watch
 
 logger = get_logger(__name__)
+
+FOREVER = float("inf")
 
 
 class AdapterManager:
@@ -41,89 +59,172 @@ class AdapterManager:
         reserved: frozenset[str] = frozenset(),
         base_weight: BaseWeight | None = None,
     ) -> None:
+        slots = slot_count(config, device)
         size = arena_bytes(targets, config, device, dtype)
         with allocating(
-            f"an arena of {size} bytes with max_loras={config.max_loras} slots",
-            "lower lora_memory or max_loras",
+            f"an arena of {size} bytes with {slots} slots", "lower lora_memory or max_loras"
         ):
-            self.pool = SlotPool(targets, config.max_loras, size, device, dtype)
+            self.pool = SlotPool(targets, slots, size, device, dtype)
+            memory = HostMemory(device.type == "cuda", slab_bytes(targets, config, device, dtype))
+            memory.reserve()
         state.tables = self.pool.tables
         state.installed = self.pool.extras
-        self._loader = AdapterLoader(
-            reader, targets, config.max_lora_rank, dtype, device.type == "cuda", base_weight
+        self._lock = threading.RLock()
+        self._host = HostTier(
+            AdapterLoader(reader, targets, config.max_lora_rank, dtype, base_weight),
+            memory,
+            host_bytes(config),
+            config.max_cpu_loras,
+            self._lock,
+            self._check_size,
+            self._settle,
         )
-        self._max_host = config.max_cpu_loras
+        self._device = DeviceTier(self.pool, device, self._settle, self._host.ensure)
         self._virtual_experts = config.lora_use_virtual_experts
         self._reserved = reserved
-        self._lock = threading.RLock()
         self._current: dict[str, Version] = {}
         self._versions: dict[AdapterRef, Version] = {}  # current ones, and retired ones in use
-        self._in_slot: dict[int, Version] = {}
-        self._loading: set[str] = set()
+        self._reserved_now: set[str] = set()  # names that are being loaded
+        self._deadlines: set[Version] = set()  # retired, with requests and a time to end them
+        self._ended: dict[AdapterRef, str] = {}  # whose requests cannot go on, and why
         self._next_version = itertools.count(1)
-        self._clock = itertools.count(1)
+        self._watcher: Watcher | None = None
+
+    @property
+    def num_slots(self) -> int:
+        """Most adapters on the device at once."""
+        return self.pool.num_slots
 
     # ---- names: any thread
 
     def load(
         self,
         name: str,
+        path: str | Path | None = None,
+        *,
+        tensors: Any = None,
+        config: Any = None,
+        lora_B_layout: str | None = None,
+        load_inplace: bool = False,
+        pinned: bool = False,
+    ) -> AdapterInfo:
+        """Read an adapter to host memory and serve it as `name`; waits for the read.
+
+        From the folder `path`, or from `tensors` with the `config` of their adapter. With
+        `load_inplace`, a loaded `name` gets a new version: running requests finish on the old one.
+        Raises AdapterError and changes nothing when it is refused.
+        """
+        check_name(name, self._reserved)
+        source = make_source(path, tensors, config, lora_B_layout)
+        version = self._reserve(name, source, load_inplace, pinned)
+        try:
+            with self._lock:
+                version.holds += 1  # nobody may drop what is read
+                self._host.ensure(version)
+            self._host.wait(version)
+        finally:
+            with self._lock:
+                version.holds -= 1
+                self._reserved_now.discard(name)
+                if version.error is None and version.host is not None:
+                    self._commit(version)
+                else:
+                    version.retired = True
+                    self._free_if_retired(version)
+        if version.error is not None:
+            raise AdapterError(version.error)
+        return version.info()
+
+    def register(
+        self,
+        name: str,
         path: str | Path,
         *,
         lora_B_layout: str | None = None,
         load_inplace: bool = False,
+        pinned: bool = False,
     ) -> AdapterInfo:
-        """Read an adapter to host memory and serve it as `name`.
+        """Serve the folder `path` as `name`, and read nothing before a request needs it.
 
-        With `load_inplace`, a loaded `name` gets a new version: running requests finish on the old
-        one. Raises AdapterError and changes nothing when it is refused.
+        What is wrong with the files is told then: the adapter is errored, and its requests fail.
         """
         check_name(name, self._reserved)
-        folder = check_path(path)
-        self._reserve(name, load_inplace)
-        try:
-            host = self._loader.load(folder, lora_B_layout)
-            self._check_size(name, host)
-        finally:
-            with self._lock:
-                self._loading.discard(name)
+        version = self._reserve(name, Source(check_path(path), lora_B_layout), load_inplace, pinned)
         with self._lock:
-            return self._commit(name, folder, lora_B_layout, host)
+            self._reserved_now.discard(name)
+            self._commit(version)
+            if pinned:
+                self._host.ensure(version)
+        return version.info()
 
-    def unload(self, name: str) -> None:
-        """Forget `name` at once; its memory is free when the last request drops it."""
+    def unload(self, name: str, *, drain_seconds: float | None = None) -> None:
+        """Forget `name` at once; its memory is free when the last request drops it.
+
+        Requests that still run after `drain_seconds` are ended with an error; None: they finish.
+        """
+        if drain_seconds is not None and not 0 <= drain_seconds < FOREVER:
+            raise AdapterError(f"drain_seconds={drain_seconds}: give seconds, 0 or more")
         with self._lock:
-            self._retire(self._find(name))
+            version = self._find(name)
+            if drain_seconds is not None and version.holds:
+                version.drain_until = time.monotonic() + drain_seconds
+                self._deadlines.add(version)
+            self._retire(version)
 
     def list(self) -> list[AdapterInfo]:
         """Every adapter by name, then version; replaced and unloaded ones drain."""
         with self._lock:
-            versions = sorted(self._versions.values(), key=lambda v: (v.ref.name, v.ref.version))
-            return [self._info(version) for version in versions]
+            versions = list(self._versions.values())
+        versions.sort(key=lambda version: (version.ref.name, version.ref.version))
+        return [version.info() for version in versions]
 
     def resolve(self, name: str) -> AdapterRef:
         """The newest version of `name`; AdapterNotFoundError if there is none."""
         with self._lock:
             return self._find(name).ref
 
+    def usage(self) -> TierUsage:
+        """What the tiers hold now."""
+        with self._lock:
+            arena, host, device = self.pool.arena, self._host, self._device
+            return TierUsage(
+                known=len(self._current),
+                device_bytes=arena.nbytes,
+                device_used=arena.used_bytes,
+                device_payload=self.pool.payload_bytes,
+                device_adapters=len(device.in_slot),
+                host_bytes=host.budget,
+                host_used=host.used,
+                host_adapters=host.count(),
+                loading=host.loading(),
+                loads=host.loads,
+                load_seconds=host.load_seconds,
+                errors=host.errors,
+                evictions=device.evictions,
+            )
+
+    def watch(self, folder: str, interval: float) -> None:
+        """Serve every adapter in `folder`, looked at each `interval` seconds. ConfigError."""
+        self._watcher = watch(self, folder, interval)
+
     # ---- requests: any thread
 
     def hold(self, ref: AdapterRef) -> None:
-        """A living request uses `ref`: its host copy stays until `drop`.
+        """A living request uses `ref`; begins to read it if it is not on the host.
 
-        Reads the files again if `max_cpu_loras` had dropped the copy. Raises AdapterError if they
-        changed, AdapterNotFoundError if the version is gone; nothing is held then.
+        Raises AdapterNotFoundError if the version is gone, AdapterError if it is errored; nothing
+        is held then.
         """
         with self._lock:
             version = self._versions.get(ref)
             if version is None:
                 raise AdapterNotFoundError(f"adapter {ref.name!r} was unloaded; load it again")
+            if version.error is not None:
+                raise AdapterError(version.error)
             version.holds += 1
-        try:
-            self._ensure_host(version)
-        except BaseException:
-            self.drop(ref)
-            raise
+            self._use(version)
+            if version.slot is None:
+                self._host.ensure(version)
 
     def drop(self, ref: AdapterRef) -> None:
         """The request that held `ref` has ended."""
@@ -131,31 +232,57 @@ class AdapterManager:
             version = self._versions[ref]
             assert version.holds > 0, f"{ref} is not held"
             version.holds -= 1
-            version.last_use = next(self._clock)
+            self._use(version)
             self._free_if_retired(version)
-            self._trim_host()
+            self._host.trim()
 
     # ---- slots: the engine's thread
 
-    def acquire(self, ref: AdapterRef) -> int | None:
-        """Pin `ref`, which the caller holds, in a slot; loads it to the device if needed.
+    def advance(self, is_idle: bool = False) -> dict[AdapterRef, str]:
+        """Between two steps: go on with copies to the device; not `is_idle`: others run meanwhile.
 
-        None: running requests pin all slots, or too many bytes; ask again after a `release`.
+        Returns the versions whose requests cannot go on, with the reason.
+        """
+        self._host.tend()
+        with self._lock:
+            self._device.begin_step(is_idle)
+            self._end_overdue()
+            ended, self._ended = self._ended, {}
+            return ended
+
+    def acquire(self, ref: AdapterRef) -> int | Wait:
+        """Pin `ref`, which the caller holds, in a slot; begins to bring it to the device if needed.
+
+        Where that is not done at once, ask again in a later step: `Wait` says what it waits for.
         """
         with self._lock:
             version = self._versions[ref]
-            slot = version.slot if version.slot is not None else self._install(version)
-            if slot is not None:
-                self.pool.pin(slot)
+            assert version.holds > 0, f"{ref} is acquired but not held"
+            if version.error is not None:
+                return Wait.COMING  # its requests end with the next `advance`
+            if version.slot is None:
+                self._host.ensure(version)
+            slot = self._device.acquire(version)
+            if slot is Wait.NO_ROOM and not self._device.can_ever_fit(version.nbytes):
+                version.error = f"adapter {ref.name!r}: {self._too_large(version.nbytes)}"
+                self._settle(version)
             return slot
 
     def release(self, ref: AdapterRef) -> None:
         """Undo one `acquire` that returned a slot. The adapter stays there until evicted."""
         with self._lock:
             version = self._versions[ref]
-            assert version.slot is not None, f"{ref} has no slot"
-            self.pool.unpin(version.slot)
+            self._device.release(version)
             self._free_if_retired(version)
+
+    def prefetch(self, refs: Iterable[AdapterRef]) -> None:
+        """`refs` will be acquired soon: bring them nearer where that costs nobody else anything."""
+        with self._lock:
+            versions = [self._versions[ref] for ref in refs]
+            for version in versions:
+                if version.slot is None:
+                    self._host.ensure(version)
+            self._device.prefetch(versions)
 
     def slot_of(self, ref: AdapterRef) -> int | None:
         """The slot of `ref`, or None if it is not on the device."""
@@ -174,61 +301,69 @@ class AdapterManager:
         return BatchView(slots, logit_slots, chosen, self._virtual_experts) if chosen else None
 
     def check_integrity(self) -> None:
-        """Assert that versions and slots agree, and that the pool's tables and blocks do."""
+        """Assert that versions, tiers, tables and blocks agree."""
         with self._lock:
-            self.pool.check_integrity()
-            placed = {v.slot: v for v in self._versions.values() if v.slot is not None}
-            assert placed == self._in_slot, "slots and versions disagree"
-            for slot in range(self.pool.num_slots):
-                assert (slot in placed) == self.pool.is_taken(slot), f"slot {slot} has no owner"
+            self._device.check_integrity()
+            self._host.check_integrity()
             for version in self._versions.values():
                 assert version.holds >= 0
+                placed = self._device.in_slot.get(version.slot or 0)
+                assert version.slot is None or placed is version, f"{version.ref} lost its slot"
                 assert not version.retired or self._in_use(version), f"{version.ref} leaked"
+            for version in self._device.in_slot.values():
+                assert self._versions.get(version.ref) is version, f"{version.ref} leaked a slot"
             assert all(self._versions[v.ref] is v for v in self._current.values())
 
-    # ---- under the lock, except _ensure_host
+    # ---- under the lock
 
-    def _reserve(self, name: str, load_inplace: bool) -> None:
+    def _reserve(self, name: str, source: Source, load_inplace: bool, pinned: bool) -> Version:
         with self._lock:
-            if name in self._loading:
+            if name in self._reserved_now:
                 raise AdapterError(f"adapter {name!r} is being loaded now; wait for it")
             if name in self._current and not load_inplace:
-                path = self._current[name].path
                 raise AdapterError(
-                    f"adapter {name!r} is already loaded from {str(path)!r}; "
+                    f"adapter {name!r} is already loaded from {str(self._current[name].source)!r}; "
                     "unload it first, or pass load_inplace to replace it"
                 )
-            self._loading.add(name)
+            self._reserved_now.add(name)
+            ref = AdapterRef(name, next(self._next_version))
+            return Version(ref, source, pinned)
 
-    def _check_size(self, name: str, host: HostCopy) -> None:
-        if not self.pool.fits(host.packed.nbytes):
-            raise AdapterError(
-                f"adapter {name!r} needs {host.packed.nbytes} bytes on the device; all adapters "
-                f"together have {self.pool.arena.nbytes}; raise lora_memory (--lora-memory)"
-            )
+    def _check_size(self, version: Version, nbytes: int) -> None:
+        if not self._device.can_ever_fit(nbytes):
+            raise AdapterError(self._too_large(nbytes))
 
-    def _commit(self, name: str, path: Path, layout: str | None, host: HostCopy) -> AdapterInfo:
+    def _too_large(self, nbytes: int) -> str:
+        pinned = self._device.pinned_bytes
+        rest = f", {pinned} of them under pinned ones" if pinned else ""
+        return (
+            f"it needs {nbytes} bytes on the device; all adapters together have "
+            f"{self.pool.arena.nbytes}{rest}; raise lora_memory (--lora-memory)"
+        )
+
+    def _commit(self, version: Version) -> None:
+        name = version.ref.name
         if name in self._current:
             self._retire(self._current[name])
-        ref = AdapterRef(name, next(self._next_version))
-        version = Version(ref, path, layout, host.files, host.packed.rank, host.warnings, host=host)
-        version.last_use = next(self._clock)
-        self._current[name] = self._versions[ref] = version
-        self._trim_host()
-        megabytes = host.packed.nbytes / 2**20
-        logger.info("adapter %s: version %d, %.1f MiB from %s", name, ref.version, megabytes, path)
-        return self._info(version)
+        self._current[name] = self._versions[version.ref] = version
+        self._use(version)
+        if version.is_pinned:
+            self._device.pin(version)
+        self._host.trim()
+        size = f", {version.nbytes / 2**20:.1f} MiB" if version.host is not None else ""
+        logger.info("adapter %s: version %d%s, %s", name, version.ref.version, size, version.source)
 
     def _find(self, name: str) -> Version:
         version = self._current.get(name) if isinstance(name, str) else None
         if version is None:
-            known = ", ".join(sorted(self._current)) or "none"
-            raise AdapterNotFoundError(f"no adapter {shown(name, 300)}; loaded adapters: {known}")
+            raise AdapterNotFoundError(
+                f"no adapter {shown(name, 300)}; loaded adapters: {some_names(self._current)}"
+            )
         return version
 
-    def _info(self, version: Version) -> AdapterInfo:
-        slot = version.slot
-        return version.info(0 if slot is None else self.pool.resident_bytes(slot))
+    def _use(self, version: Version) -> None:
+        version.last_use = time.time()
+        self._host.touch(version)
 
     def _retire(self, version: Version) -> None:
         version.retired = True
@@ -237,50 +372,34 @@ class AdapterManager:
         self._free_if_retired(version)
 
     def _in_use(self, version: Version) -> bool:
-        pinned = version.slot is not None and self.pool.is_pinned(version.slot)
-        return version.holds > 0 or pinned
+        busy = version.is_loading or version.is_copying
+        return version.holds > 0 or busy or self._device.is_pinned(version)
 
     def _free_if_retired(self, version: Version) -> None:
         if version.retired and not self._in_use(version):
-            if version.slot is not None:
-                self.pool.remove(version.slot)
-                self._leave_slot(version.slot)
-            del self._versions[version.ref]
+            self._device.remove(version)
+            self._host.drop(version)
+            self._deadlines.discard(version)
+            self._versions.pop(version.ref, None)
 
-    def _leave_slot(self, slot: int) -> None:
-        self._in_slot.pop(slot).slot = None
+    def _settle(self, version: Version) -> None:
+        """A read or a copy of `version` has ended, maybe with an error."""
+        if version.error is not None:
+            self._host.drop(version)
+            if version.holds and version.ref in self._versions:
+                self._ended[version.ref] = version.error
+        if version.is_pinned and version.slot is None and version.host is not None:
+            self._device.pin(version)
+        self._free_if_retired(version)
+        self._host.trim()  # what is on the device may leave the host
 
-    def _install(self, version: Version) -> int | None:
-        assert version.host is not None, f"{version.ref} is acquired but not held"
-        evicted = self.pool.make_room(version.host.packed.nbytes)
-        if evicted is None:
-            return None
-        for slot in evicted:
-            self._leave_slot(slot)
-        version.slot = self.pool.install(version.host.packed)
-        self._in_slot[version.slot] = version
-        return version.slot
-
-    def _trim_host(self) -> None:
-        """Drop host copies that nobody holds, least recently used first, down to the limit."""
-        if self._max_host is None:
-            return
-        copies = [v for v in self._versions.values() if v.host is not None]
-        idle = sorted((v for v in copies if not v.holds), key=lambda v: v.last_use)
-        for version in idle[: max(0, len(copies) - self._max_host)]:
-            version.host = None
-
-    def _ensure_host(self, version: Version) -> None:
-        """Read a held version's files again if it has no host copy. Not under the lock."""
-        with version.reading:
-            if version.error is not None:
-                raise AdapterError(version.error)
-            if version.host is not None:
-                return
-            try:
-                host = self._loader.load(version.path, version.lora_b_layout, version.files)
-            except AdapterError as error:
-                version.error = f"adapter {version.ref.name!r}: {error}"
-                raise AdapterError(version.error) from error
-            with self._lock:
-                version.host = host
+    def _end_overdue(self) -> None:
+        if self._deadlines:
+            now = time.monotonic()
+            for version in list(self._deadlines):
+                if version.drain_until is not None and version.drain_until <= now:
+                    self._deadlines.discard(version)
+                    self._ended[version.ref] = (
+                        f"adapter {version.ref.name!r} was unloaded, and its requests had time to "
+                        "finish until now"
+                    )

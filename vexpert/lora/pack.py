@@ -4,13 +4,15 @@ Formula: slice i of a site adds `scale * B_i @ A_i @ x`. A is stored as [E or 1,
 rows of all distinct A of the site; B as its transpose [E or 1, r, size] with the scale inside.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
+from functools import partial
 from math import lcm
 
 import torch
 
 from vexpert.errors import AdapterError
+from vexpert.lora.parallel import run_all
 from vexpert.lora.site_extras import (
     ALIGN_BYTES,
     ExtraEntry,
@@ -25,12 +27,17 @@ from vexpert.lora.types import (
     ExpertsTarget,
     Factors,
     LinearTarget,
+    PerExpertFactors,
     Target,
     TargetMap,
 )
 from vexpert.ops.types import LoraSite
 
 MAX_START_ALIGNMENT = 1 << 18  # elements: at most 1 MiB of padding for an adapter of many MiB
+
+TASK_ELEMENTS = 1 << 19  # of one call of a packing thread
+
+Allocate = Callable[[int], torch.Tensor]  # elements -> a host buffer of that size
 
 
 def align_up(size: int, alignment: int) -> int:
@@ -74,17 +81,56 @@ class PackedAdapter:
         return self.buffer.numel() * self.buffer.element_size()
 
 
-def _rows_together(source: torch.Tensor) -> torch.Tensor:
-    """The same [E, r, width]; if experts vary fastest in memory, as B's do in a file, reordered.
+Rows = torch.Tensor | tuple[torch.Tensor, ...]  # [E or 1, r, width], or for each expert [r, width]
+
+
+def _shape(rows: Rows) -> tuple[int, int, int]:
+    if isinstance(rows, torch.Tensor):
+        return rows.shape[0], rows.shape[1], rows.shape[2]
+    return len(rows), rows[0].shape[0], rows[0].shape[1]
+
+
+def _rows_of_a(part: Factors) -> Rows:
+    return part.a_parts if isinstance(part, PerExpertFactors) else part.a
+
+
+def _rows_of_b(part: Factors) -> Rows:
+    if isinstance(part, PerExpertFactors):
+        return tuple(b.t() for b in part.b_parts)
+    return part.b.transpose(1, 2)
+
+
+def _shape_of_b(part: Factors) -> tuple[int, int, int]:
+    """Of B^T, without making it."""
+    if isinstance(part, PerExpertFactors):
+        return len(part.b_parts), part.rank, part.b_parts[0].shape[0]
+    return part.b.shape[0], part.b.shape[2], part.b.shape[1]
+
+
+def _rows_together(source: torch.Tensor) -> torch.Tensor | None:
+    """The same [E, r, width] reordered, if experts vary fastest in memory, as B's do in a file.
 
     A plain transpose of a matrix and a copy of whole rows: 8 times as fast as one 3-D copy.
     """
     experts, rank, width = source.shape
     by_width = source.permute(2, 1, 0)
     if experts == 1 or not by_width.is_contiguous():
-        return source
+        return None
     matrix = by_width.reshape(width, rank * experts).t().contiguous()
     return matrix.view(rank, experts, width).transpose(0, 1)
+
+
+def _write(place: torch.Tensor, source: torch.Tensor, scale: float) -> None:
+    """Copy [r, width] to `place`, scaled in float32, then rounded.
+
+    Transposed sources take PyTorch's blocked copy, which needs matrices of one dtype.
+    """
+    if source.dtype == place.dtype:
+        place.copy_(source)
+        if scale != 1.0:
+            place.mul_(scale)
+    else:
+        place.copy_(source if scale == 1.0 else source.to(torch.float32) * scale)
 
 
 @dataclass(frozen=True)
@@ -94,17 +140,25 @@ class _Piece:
     offset: int
     shape: tuple[int, int, int]
     strides: tuple[int, int, int]
-    source: torch.Tensor  # broadcasts to `shape`
+    source: Rows  # a leading 1 is for all experts
     scale: float
 
-    def write(self, region: torch.Tensor) -> None:
-        """Scales are folded in float32, then rounded."""
+    def tasks(self, region: torch.Tensor) -> list[Callable[[], None]]:
+        """Calls that together write it, about TASK_ELEMENTS each."""
+        place = region.as_strided(self.shape, self.strides, region.storage_offset() + self.offset)
         source = self.source
-        if self.scale != 1.0:
-            source = source.to(torch.float32) * self.scale
-        start = region.storage_offset() + self.offset
-        source = _rows_together(source.to(region.dtype))
-        region.as_strided(self.shape, self.strides, start).copy_(source)
+        if isinstance(source, torch.Tensor):
+            together = _rows_together(source)
+            source = source if together is None else together
+        experts = self.shape[0]
+        step = max(1, TASK_ELEMENTS // (self.shape[1] * self.shape[2]))
+        starts = range(0, experts, step)
+        return [partial(self._write, place, source, at, min(at + step, experts)) for at in starts]
+
+    def _write(self, place: torch.Tensor, source: Rows, start: int, end: int) -> None:
+        last = _shape(source)[0] - 1
+        for expert in range(start, end):
+            _write(place[expert], source[min(expert, last)], self.scale)
 
 
 @dataclass
@@ -114,20 +168,24 @@ class _Region:
     alignment: int
     size: int = 0
     pieces: list[_Piece] = field(default_factory=list)
+    gaps: list[tuple[int, int]] = field(default_factory=list)  # (start, end) of padding
 
-    def rows(self, sources: list[torch.Tensor], scale: float = 1.0) -> tuple[int, int]:
+    def rows(self, sources: list[Rows], scale: float = 1.0) -> tuple[int, int]:
         """Place [L, r_i, width] tensors as one [E or 1, sum r_i, width]; its offset and stride."""
-        leading = max(source.shape[0] for source in sources)
-        total, width = sum(source.shape[1] for source in sources), sources[0].shape[2]
+        shapes = [_shape(source) for source in sources]
+        leading = max(shape[0] for shape in shapes)
+        total, width = sum(shape[1] for shape in shapes), shapes[0][2]
         expert = total * width
         offset = position = self.size
-        self.size = align_up(offset + leading * expert, self.alignment)
-        for source in sources:
-            assert source.shape[0] in (1, leading), source.shape
-            assert source.shape[2] == width, source.shape
-            shape = (leading, source.shape[1], width)
+        end = offset + leading * expert
+        self.size = align_up(end, self.alignment)
+        self.gaps.append((end, self.size))
+        for source, (experts, rank, columns) in zip(sources, shapes, strict=True):
+            assert experts in (1, leading), shapes
+            assert columns == width, shapes
+            shape = (leading, rank, width)
             self.pieces.append(_Piece(position, shape, (expert, width, 1), source, scale))
-            position += source.shape[1] * width
+            position += rank * width
         return offset, expert if leading > 1 else 0
 
 
@@ -145,14 +203,15 @@ class _Plan:
         self.b: dict[int, _Region] = {}
         self.entries: list[SiteEntry] = []
 
-    def place_a(self, sources: list[torch.Tensor]) -> tuple[int, int]:
+    def place_a(self, sources: list[Rows]) -> tuple[int, int]:
         return self.a.rows(sources)
 
     def place_b(self, factors: Factors) -> tuple[int, int]:
         """Offset within the region of this row size, and stride."""
-        size = factors.b.shape[1]
+        rows = _rows_of_b(factors)
+        size = _shape(rows)[2]
         region = self.b.setdefault(size, _Region(lcm(size, self.unit)))
-        return region.rows([factors.b.transpose(1, 2)], factors.scale)
+        return region.rows([rows], factors.scale)
 
     def bases(self) -> tuple[dict[int, int], int]:
         """First element of each B region by row size, and the elements of the whole buffer."""
@@ -163,14 +222,25 @@ class _Plan:
         return bases, position
 
     def finish(
-        self, targets: TargetMap, pin_memory: bool, extras: Mapping[int, SiteExtra]
+        self, targets: TargetMap, extras: Mapping[int, SiteExtra], allocate: Allocate
     ) -> PackedAdapter:
         bases, total = self.bases()
         tail, end = plan_extras(extras, total, self.dtype)
-        buffer = torch.zeros(end, dtype=self.dtype, pin_memory=pin_memory)
-        for start, region in [(0, self.a), *((bases[size], r) for size, r in self.b.items())]:
+        buffer = allocate(end)
+        assert buffer.shape == (end,), (buffer.shape, end)
+        assert buffer.dtype == self.dtype, buffer.dtype
+        tasks: list[Callable[[], None]] = []
+        edge = self.a.size  # what lies between two regions is padding too
+        for start, region in [(0, self.a), *sorted((bases[n], r) for n, r in self.b.items())]:
+            buffer[edge:start].zero_()
+            for gap, stop in region.gaps:
+                buffer[start + gap : start + stop].zero_()
             for piece in region.pieces:
-                piece.write(buffer[start:])
+                tasks += piece.tasks(buffer[start:])
+            edge = start + region.size
+        buffer[total:].zero_()
+        with torch.no_grad():
+            run_all(tasks)
         moved = []
         for entry in sorted(self.entries, key=lambda entry: entry.site):
             starts = [bases.get(output.size, 0) for output in targets.sites[entry.site].slices]
@@ -203,13 +273,13 @@ def _place_embedding(plan: _Plan, site: LoraSite, factors: Factors) -> SiteEntry
 
 def _place_experts(plan: _Plan, site: LoraSite, parts: list[Factors | None]) -> SiteEntry | None:
     """One part per output slice of `site`; parts with one common `a` object store it once."""
-    sources: list[torch.Tensor] = []
+    sources: list[Rows] = []
     columns: dict[int, int] = {}
     rank = 0
     for part in parts:
-        if part is not None and id(part.a) not in columns:
-            columns[id(part.a)] = rank
-            sources.append(part.a)
+        if part is not None and id(_rows_of_a(part)) not in columns:
+            columns[id(_rows_of_a(part))] = rank
+            sources.append(_rows_of_a(part))
             rank += part.rank
     if not sources:
         return None
@@ -222,7 +292,7 @@ def _place_experts(plan: _Plan, site: LoraSite, parts: list[Factors | None]) -> 
         a_offset,
         a_stride,
         tuple(0 if part is None else part.rank for part in parts),
-        tuple(0 if part is None else columns[id(part.a)] for part in parts),
+        tuple(0 if part is None else columns[id(_rows_of_a(part))] for part in parts),
         tuple(offset for offset, _ in placed),
         tuple(stride for _, stride in placed),
     )
@@ -232,10 +302,10 @@ def _check_experts(site: LoraSite, parts: list[Factors | None]) -> None:
     assert len(parts) == len(site.slices), (site.name, len(parts))
     for part, output in zip(parts, site.slices, strict=True):
         if part is not None:
-            leading = {part.a.shape[0], part.b.shape[0]}
-            assert leading <= {1, site.num_experts}, (site.name, leading)
-            assert part.a.shape[1:] == (part.rank, site.in_features), (site.name, part.a.shape)
-            assert part.b.shape[1:] == (output.size, part.rank), (site.name, part.b.shape)
+            a, b = _shape(_rows_of_a(part)), _shape_of_b(part)
+            assert {a[0], b[0]} <= {1, site.num_experts}, (site.name, a, b)
+            assert a[1:] == (part.rank, site.in_features), (site.name, a)
+            assert b[1:] == (part.rank, output.size), (site.name, b)
 
 
 def _place(plan: _Plan, target: Target, factors: Factors | ExpertsFactors) -> list[SiteEntry]:
@@ -285,15 +355,22 @@ def pack(
     dtype: torch.dtype,
     pin_memory: bool = False,
     extras: Mapping[int, SiteExtra] | None = None,
+    allocate: Allocate | None = None,
 ) -> PackedAdapter:
     """Lay out `weights` for the arena of a model with `targets`; every tensor starts at 16 bytes.
 
-    `extras` by site index, as `build_extras` made them of the same weights.
+    `extras` by site index, as `build_extras` made them of the same weights. `allocate` gives the
+    buffer [N] in `dtype`, whose contents do not matter; without it the buffer is new memory, pinned
+    if `pin_memory`.
 
     Raises AdapterError when a value does not fit `dtype`. Shapes are the reader's duty: asserted.
     """
     assert extras or not weights.extras, f"nothing applies {sorted(weights.extras)}"
-    return _plan(weights, targets, dtype).finish(targets, pin_memory, extras or {})
+
+    def new(size: int) -> torch.Tensor:
+        return torch.empty(size, dtype=dtype, pin_memory=pin_memory)
+
+    return _plan(weights, targets, dtype).finish(targets, extras or {}, allocate or new)
 
 
 def start_alignment(targets: TargetMap, device: torch.device, dtype: torch.dtype) -> int:

@@ -24,6 +24,7 @@ class Placed:
     experts: dict[str, Slots] = field(default_factory=dict)
     tokens: dict[str, Piece] = field(default_factory=dict)
     full: list[tuple[str, Piece]] = field(default_factory=list)
+    names: set[str] = field(default_factory=set)  # of all modules, as the file has them
 
 
 def place(tensors: Tensors, targets: TargetMap) -> Placed:
@@ -31,16 +32,21 @@ def place(tensors: Tensors, targets: TargetMap) -> Placed:
     names = Names(targets)
     placed = Placed()
     lost: list[str] = []
+    fixed: list[str] = []  # the model has the module, but no adapter can change it
     adapters: set[str] = set()
     for key, tensor in tensors.items():
         piece = parse_key(key, tensor)
         found = names.find(piece.module) if piece is not None else None
         if piece is None or found is None or not _put(placed, piece, found, targets):
-            lost.append(key)
-        elif piece.adapter:
+            (fixed if _is_fixed(piece, found, targets) else lost).append(key)
+            continue
+        placed.names.add(piece.module)
+        if piece.adapter:
             adapters.add(piece.adapter)
     if lost:
         raise AdapterError(_lost_message(lost, targets))
+    if fixed:
+        raise AdapterError(_fixed_message(fixed, targets))
     if len(adapters) > 1:
         raise AdapterError(
             f"the file holds several adapters, {', '.join(sorted(adapters))}; save one alone"
@@ -71,6 +77,13 @@ def _put(placed: Placed, piece: Piece, found: Place, targets: TargetMap) -> bool
     return True
 
 
+def _is_fixed(piece: Piece | None, found: Place | None, targets: TargetMap) -> bool:
+    """Whether factors or token rows are for a module that the model has, but is no target."""
+    if piece is None or found is None or piece.part == "param":
+        return False
+    return found.path not in targets.targets
+
+
 def _once(table: dict[K, Piece], at: K, piece: Piece) -> None:
     if at in table:
         raise AdapterError(f"{table[at].key} and {piece.key} are the same factor twice; keep one")
@@ -90,6 +103,16 @@ def _lost_message(lost: list[str], targets: TargetMap) -> str:
         f"{len(lost)} keys of the adapter have no place in {targets.architecture}:\n"
         + "\n".join(lines)
         + "\nThe adapter was made for another base model, or in a format that is not known."
+    )
+
+
+def _fixed_message(fixed: list[str], targets: TargetMap) -> str:
+    groups = Counter(_general(key) for key in fixed)
+    return (
+        f"{targets.architecture} has the modules of {len(fixed)} keys, but not as a plain "
+        "Linear or embedding, so one adapter alone cannot change them:\n"
+        + "\n".join(f"  {group} ({count} keys)" for group, count in groups.items())
+        + "\nTrain without them, or merge the adapter into the base model."
     )
 
 

@@ -1,9 +1,11 @@
 """Adapter slots on the device: who is where, who may leave, and the tables that say so.
 
-Between two steps the engine's thread installs adapters; a slot is *pinned* while a running request
-uses it. Removing a slot is safe at any time: it must be unpinned, so no step reads it.
+Between two steps the engine's thread reserves a block, fills it and publishes the slot; a slot is
+*pinned* while a running request uses it. Removing a slot is safe at any time: it must be unpinned,
+so no step reads it.
 """
 
+from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -26,6 +28,7 @@ class Resident:
     start: int  # element of the arena
     pins: int
     last_use: int
+    is_published: bool = False  # until then its weights are not whole, and tables show rank 0
 
 
 class SlotPool:
@@ -95,17 +98,24 @@ class SlotPool:
         resident.pins -= 1
         self._touch(resident)
 
-    def make_room(self, nbytes: int) -> tuple[int, ...] | None:
-        """Evict least recently used, unpinned slots until `install` of `nbytes` must succeed.
+    def make_room(
+        self, nbytes: int, keep: Collection[int] = (), wanted: Collection[int] = ()
+    ) -> tuple[int, ...] | None:
+        """Evict idle slots until `nbytes` fit, those in `wanted` last, least recently used first.
 
-        Returns the slots evicted. None: pinned slots hold what is needed, and nothing was evicted.
+        Slots in `keep` stay, pinned or not. Returns the slots evicted. None: what must stay holds
+        what is needed, and nothing was evicted.
         """
         allocator = self.arena.allocator
         need = allocator.rounded(nbytes // self.arena.itemsize)
         room, slots = allocator.free_total, self._residents.count(None)
-        idle = [(r.last_use, slot) for slot, r in enumerate(self._residents) if r and not r.pins]
+        idle = [
+            (slot in wanted, r.last_use, slot)
+            for slot, r in enumerate(self._residents)
+            if r and r.is_published and not r.pins and slot not in keep
+        ]
         evicted: list[int] = []
-        for _, slot in sorted(idle):
+        for *_, slot in sorted(idle):
             if room >= need and slots:
                 break
             room += allocator.blocks[self._resident(slot).start]
@@ -117,24 +127,47 @@ class SlotPool:
             self.remove(slot)
         return tuple(evicted)
 
-    def install(self, packed: PackedAdapter) -> int:
-        """Copy an adapter to a free slot; returns the slot. `make_room` must have succeeded.
-
-        Compacts the arena when no single hole is large enough, so never during a step.
-        """
+    def reserve(self, packed: PackedAdapter) -> int | None:
+        """A slot and a block for `packed`; None: `move` first. `make_room` must have succeeded."""
         assert packed.buffer.dtype == self.arena.buffer.dtype, packed.buffer.dtype
-        slot = self._residents.index(None)
         count = packed.buffer.numel()
         start = self.arena.allocator.allocate(count)
         if start is None:
-            self._compact()
-            start = self.arena.allocator.allocate(count)
-        assert start is not None, "make_room was not asked, or refused"
-        self.arena.write(start, packed.buffer)
-        resident = Resident(packed.entries, packed.extras, count, start, pins=0, last_use=0)
-        self._residents[slot] = resident
+            return None
+        slot = self._residents.index(None)
+        self._residents[slot] = Resident(packed.entries, packed.extras, count, start, 0, 0)
+        return slot
+
+    def move(self, nbytes: int) -> int:
+        """Slide one adapter towards making one hole of `nbytes`; its bytes. Not during a step."""
+        move = self.arena.allocator.next_move(nbytes // self.arena.itemsize)
+        assert move is not None, "make_room was not asked, or refused"
+        self.arena.move(move)
+        for slot, resident in enumerate(self._residents):
+            if resident is not None and resident.start == move.source:
+                assert resident.is_published, f"slot {slot} moves while it is filled"
+                resident.start = move.target
+                self._write(slot, resident)
+        return move.size * self.arena.itemsize
+
+    def place_of(self, slot: int) -> torch.Tensor:
+        """The elements of the arena that the adapter of a reserved slot is copied to."""
+        resident = self._resident(slot)
+        return self.arena.span(resident.start, resident.size)
+
+    def publish(self, slot: int) -> None:
+        """The weights of a reserved slot are whole: show them in the tables."""
+        resident = self._resident(slot)
+        resident.is_published = True
         self._touch(resident)
         self._write(slot, resident)
+
+    def install(self, packed: PackedAdapter) -> int:
+        """Reserve, copy and publish at once; returns the slot. `make_room` must have succeeded."""
+        while (slot := self.reserve(packed)) is None:
+            self.move(packed.nbytes)
+        self.place_of(slot).copy_(packed.buffer, non_blocking=True)
+        self.publish(slot)
         return slot
 
     def _write(self, slot: int, resident: Resident) -> None:
@@ -152,25 +185,25 @@ class SlotPool:
         self.arena.allocator.free(resident.start)
         self._residents[slot] = None
 
-    def _compact(self) -> None:
-        target = {move.source: move.target for move in self.arena.compact()}
-        for slot, resident in enumerate(self._residents):
-            if resident is not None and resident.start in target:
-                resident.start = target[resident.start]
-                self._write(slot, resident)
+    @property
+    def payload_bytes(self) -> int:
+        """Bytes of all adapters themselves; `arena.used_bytes` adds the padding between them."""
+        return sum(r.size for r in self._residents if r) * self.arena.itemsize
 
     def check_integrity(self) -> None:
         """Assert that slots and blocks match one to one, and that every table is exact."""
         allocator = self.arena.allocator
         allocator.check_integrity()
         blocks = dict(allocator.blocks)
+        empty: list[int] = []
         for slot, resident in enumerate(self._residents):
-            if resident is None:
-                self._tables.check_slot(slot, (), 0)
+            if resident is not None:
+                taken = blocks.pop(resident.start, None)
+                assert taken == allocator.rounded(resident.size), f"slot {slot} has block {taken}"
+            if resident is None or not resident.is_published:
+                empty.append(slot)
                 assert slot not in self.extras, f"extras of the empty slot {slot}"
                 continue
-            taken = blocks.pop(resident.start, None)
-            assert taken == allocator.rounded(resident.size), f"slot {slot} has block {taken}"
             for entry in resident.entries:
                 end = extent(entry, self._sites[entry.site])
                 assert end <= resident.size, f"slot {slot} reads past its block: {entry}"
@@ -178,6 +211,7 @@ class SlotPool:
             self._tables.check_slot(slot, resident.entries, resident.start)
             self._check_extras(slot, resident)
         assert not blocks, f"blocks of no slot: {blocks}"
+        self._tables.check_empty(empty)
 
     def _check_extras(self, slot: int, resident: Resident) -> None:
         """Assert that the extras of `slot` are exactly the tensors inside its block."""

@@ -1,22 +1,32 @@
 """Reads an adapter folder: files -> placed pieces -> canonical factors, or one AdapterError."""
 
 import re
-from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import AdapterConfig, check_layout, read_config
+from vexpert.lora.adapter_config import (
+    INPUT_EMBEDDING,
+    AdapterConfig,
+    check_layout,
+    parse_config,
+    read_config,
+)
+from vexpert.lora.checks import largest_in
 from vexpert.lora.extras import NOTHING, require_supported
-from vexpert.lora.files import read_tensors
+from vexpert.lora.files import Tensors, read_tensors
 from vexpert.lora.formats import fused, per_expert
 from vexpert.lora.formats.context import Context
 from vexpert.lora.formats.full import BaseWeight, FullParameters, read_full
 from vexpert.lora.formats.linear import read_linear
 from vexpert.lora.formats.tokens import read_tokens
 from vexpert.lora.keys import Piece, Slots
+from vexpert.lora.memory_source import AdapterTensors
 from vexpert.lora.placing import Placed, place
+from vexpert.lora.promises import Found, check_promises, ends
 from vexpert.lora.types import (
     AdapterWeights,
     ExpertsFactors,
@@ -30,58 +40,82 @@ from vexpert.lora.versions import is_pefts_own
 
 
 def read_adapter(
-    path: Path,
+    path: Path | AdapterTensors,
     targets: TargetMap,
     *,
     max_rank: int | None = None,
     lora_B_layout: str | None = None,
     supported: frozenset[str] = NOTHING,
     base_weight: BaseWeight | None = None,
+    model_name: str | None = None,
 ) -> AdapterWeights:
     """The adapter in folder `path` in canonical form, on the host, in memory of its own.
 
+    `path` may be tensors with their config instead, which then may share memory with the result.
     `lora_B_layout`: order of a fused lora_B's columns where the file does not say.
     `supported`: extras (`vexpert.lora.extras.EXTRAS`) that the caller can apply.
     `base_weight`: the base model's parameter by name, to tell unchanged copies in the file from
     trained ones; without it copies under LoRA are taken as unchanged, with a warning.
+    `model_name`: of the model served, to warn where the adapter's config names another one.
 
     AdapterError: anything is missing, broken, not understood, or for another model; nothing is
     ever left out.
     """
-    folder = Path(path)
+    source = path if isinstance(path, AdapterTensors) else Path(path)
     try:
-        return _read(folder, targets, max_rank, lora_B_layout, supported, base_weight)
+        config, tensors = _open(source, targets)
+        context = Context(
+            config, _layout(config, lora_B_layout), max_rank, largest_in(tensors.values())
+        )
+        context.warnings += [*config.warnings, *_other_base(config, model_name)]
+        weights = _read(tensors, targets, context, base_weight)
+        _check_layout_used(context, lora_B_layout)
+        require_supported(weights.extras, supported, context.examples)
     except AdapterError as error:
-        raise AdapterError(f"adapter {folder}: {error}") from error
+        raise AdapterError(_encodable(f"adapter {source}: {error}")) from error
+    return replace(weights, warnings=tuple(map(_encodable, _warnings(context))))
+
+
+def _encodable(text: str) -> str:
+    """`text` with escapes for what UTF-8 cannot hold, such as half a surrogate pair in a name."""
+    return text.encode("utf-8", "backslashreplace").decode("utf-8")
+
+
+def _open(source: Path | AdapterTensors, targets: TargetMap) -> tuple[AdapterConfig, Tensors]:
+    """Config, with the names that mean the model's own, and tensors."""
+    config, tensors = _open_files(source)
+    _check_base_class(config, targets)
+    table = dict(config.token_indices)
+    if INPUT_EMBEDDING in table:
+        table[targets.input_embedding.rpartition(".")[2]] = table.pop(INPUT_EMBEDDING)
+    return replace(config, token_indices=table), tensors
+
+
+def _open_files(source: Path | AdapterTensors) -> tuple[AdapterConfig, Tensors]:
+    if isinstance(source, AdapterTensors):
+        return parse_config(source.config), source.checked()
+    if not source.is_dir():
+        raise AdapterError("no such folder; give a local folder with adapter_config.json")
+    return read_config(source), read_tensors(source)
 
 
 def _read(
-    folder: Path,
-    targets: TargetMap,
-    max_rank: int | None,
-    layout: str | None,
-    supported: frozenset[str],
-    base_weight: BaseWeight | None,
+    tensors: Tensors, targets: TargetMap, context: Context, base_weight: BaseWeight | None
 ) -> AdapterWeights:
-    if not folder.is_dir():
-        raise AdapterError("no such folder; give a local folder with adapter_config.json")
-    config = read_config(folder)
-    _check_base_class(config, targets)
-    context = Context(config, _layout(config, layout), max_rank, list(config.warnings))
-    placed = place(read_tensors(folder), targets)
+    """Everything but the warnings, which are in `context`."""
+    placed = place(tensors, targets)
     reading = _Reading(targets, context)
     reading.read(placed)
-    _check_layout_used(context, layout)
     full = read_full(placed.full, targets, base_weight, context)
-    reading.extras |= full.extras
-    reading.examples += full.examples
-    _check_whole(reading, full, config, targets)
-    require_supported(frozenset(reading.extras), supported, reading.examples)
+    context.examples += full.examples
+    _check_once(reading, full)
+    found = Found(reading.modules, set(reading.tokens), full.names, placed.names)
+    _check_tying(context.config, found)
+    context.warnings += check_promises(context.config, targets, found)
     return AdapterWeights(
         modules=reading.modules,
-        warnings=_warnings(context),
         formats=tuple(context.formats),
-        extras=frozenset(reading.extras),
+        extras=frozenset(reading.extras | full.extras),
         magnitude=reading.magnitude,
         expert_magnitude=reading.expert_magnitude,
         bias=reading.bias,
@@ -102,7 +136,6 @@ class _Reading:
         self.bias: dict[str, torch.Tensor] = {}
         self.tokens: dict[str, TokenRows] = {}
         self.extras: set[str] = set()
-        self.examples: list[str] = []
 
     def read(self, placed: Placed) -> None:
         for path, parts in placed.linear.items():
@@ -143,11 +176,11 @@ class _Reading:
         if magnitudes:
             self.expert_magnitude[target.path] = ExpertsMagnitude(**magnitudes)
             self.extras.add("expert_dora")
-            self.examples.append(f"{target.path}: lora_magnitude_vector")
+            self.context.examples.append(f"{target.path}: lora_magnitude_vector")
 
     def _extra(self, kind: str, piece: Piece) -> None:
         self.extras.add(kind)
-        self.examples.append(piece.key)
+        self.context.examples.append(piece.key)
 
 
 def _layout(config: AdapterConfig, option: str | None) -> str | None:
@@ -164,9 +197,12 @@ def _layout(config: AdapterConfig, option: str | None) -> str | None:
 def _check_layout_used(context: Context, option: str | None) -> None:
     """Tell where the order of lora_B's columns was an assumption, or the option had no use."""
     config = context.config
-    if "fused experts" not in context.formats:
-        if option is not None:
-            context.warnings.append(f"lora_B_layout={option} had no effect: no fused experts here")
+    if not context.is_layout_used:
+        if option is not None or (config.layout is not None and "fused experts" in context.formats):
+            reason = "the shapes tell" if "fused experts" in context.formats else "no fused experts"
+            context.warnings.append(
+                f"lora_B_layout={option or config.layout} had no effect: {reason} here"
+            )
         return
     if context.layout is not None or (is_pefts_own(config.fields) and not config.unsloth):
         return
@@ -197,10 +233,26 @@ def _family(name: str) -> str:
     return re.sub(r"(For[A-Z].*|Model|LMHeadModel)$", "", name)
 
 
-def _check_whole(
-    reading: _Reading, full: FullParameters, config: AdapterConfig, targets: TargetMap
-) -> None:
-    """Nothing that the config promises is missing, and no module is given twice."""
+def _other_base(config: AdapterConfig, model_name: str | None) -> list[str]:
+    """A warning where the config names another base model than the one served."""
+    named, served = _short(config.base_model), _short(model_name or "")
+    if not named or not served or named == served:
+        return []
+    return [
+        f"adapter_config.json names the base model {shown(config.base_model)}, {model_name} is "
+        "served: right only if both have the same weights"
+    ]
+
+
+def _short(name: str) -> str:
+    """The last part of a model's name or folder; of a folder in a download cache, the name."""
+    cached = re.search(r"models--([^/]*)/snapshots/", name)
+    last = cached[1].rpartition("--")[2] if cached else name.rstrip("/").rpartition("/")[2]
+    return last.casefold()
+
+
+def _check_once(reading: _Reading, full: FullParameters) -> None:
+    """There is something, and no module is given twice."""
     for name in full.values:
         path, _, param = name.rpartition(".")
         if param == "weight" and (path in reading.modules or path in reading.tokens):
@@ -208,28 +260,17 @@ def _check_whole(
                 f"{path} has factors or token rows and another full weight in one file: which one "
                 "counts is unknown; save the adapter again"
             )
-    if not (reading.modules or full.modules or reading.tokens):
+    if not (reading.modules or full.names or reading.tokens):
         raise AdapterError("the file holds no factors: nothing would be applied")
-    for field, names, found in (
-        ("modules_to_save", config.modules_to_save, full.modules),
-        ("trainable_token_indices", tuple(config.token_indices), set(reading.tokens)),
-    ):
-        for name in names:
-            if _ends(targets.targets, name) and not _ends(found, name):
-                raise AdapterError(
-                    f"adapter_config.json: {field} names {name}, but its tensors are not in the "
-                    "file: it is incomplete; save the adapter again"
-                )
-    adapted = {*reading.modules, *reading.tokens, *full.modules}
-    if config.ensure_weight_tying and (_ends(adapted, "embed_tokens") or _ends(adapted, "lm_head")):
+
+
+def _check_tying(config: AdapterConfig, found: Found) -> None:
+    adapted = {*found.modules, *found.tokens, *found.full_modules}
+    if config.ensure_weight_tying and (ends(adapted, "embed_tokens") or ends(adapted, "lm_head")):
         raise AdapterError(
             "ensure_weight_tying=true with an adapted embedding or lm_head is not supported; merge "
             "the adapter into the base model"
         )
-
-
-def _ends(paths: Iterable[str], name: str) -> bool:
-    return any(path == name or path.endswith(f".{name}") for path in paths)
 
 
 def _warnings(context: Context) -> tuple[str, ...]:
@@ -242,9 +283,17 @@ def _warnings(context: Context) -> tuple[str, ...]:
             f"lora_B is zero in {len(context.zero)} of {context.pairs} pairs, first "
             f"{context.zero[0]} (a shard that was not gathered before saving?)"
         )
+    if context.zero_a:
+        found.append(
+            f"lora_A is zero in {len(context.zero_a)} of {context.pairs} pairs, first "
+            f"{context.zero_a[0]}: they change nothing (a shard that was not gathered?)"
+        )
+    if context.assumed:
+        more = len(context.assumed) - 1
+        found.append(next(iter(context.assumed)) + (f" ({more} more like this)" if more else ""))
     if context.other_ranks:
         found.append(
             f"{len(context.other_ranks)} ranks in the file differ from adapter_config.json, first "
-            f"{context.other_ranks[0]}; the file counts, alpha is divided by its rank"
+            f"{next(iter(context.other_ranks))}; the file counts, alpha is divided by its rank"
         )
     return tuple(found)

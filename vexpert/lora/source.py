@@ -1,5 +1,6 @@
 """Where an adapter comes from: its files, whether they changed, and how they are read."""
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Protocol
@@ -8,21 +9,22 @@ import torch
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
-from vexpert.lora.adapter_config import check_regular
 from vexpert.lora.build_extras import build_extras
 from vexpert.lora.formats.full import BaseWeight
-from vexpert.lora.pack import PackedAdapter, pack
+from vexpert.lora.json_files import check_regular
+from vexpert.lora.memory_source import AdapterTensors, adapter_tensors
+from vexpert.lora.pack import Allocate, PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
 
 FILE_TYPES = {".json", ".safetensors", ".bin", ".pt"}
 
 
 class AdapterReader(Protocol):
-    """Reads a folder into canonical form, or raises AdapterError."""
+    """Reads a folder, or tensors, into canonical form, or raises AdapterError."""
 
     def __call__(
         self,
-        path: Path,
+        path: Path | AdapterTensors,
         targets: TargetMap,
         *,
         max_rank: int,
@@ -30,7 +32,27 @@ class AdapterReader(Protocol):
     ) -> AdapterWeights: ...
 
 
-Fingerprint = tuple[tuple[str, int, int], ...]  # (name, bytes, mtime in ns) of each file
+@dataclass(frozen=True)
+class Source:
+    """Where the weights of one version are."""
+
+    place: Path | AdapterTensors
+    lora_b_layout: str | None = None
+
+    def __str__(self) -> str:
+        return str(self.place)
+
+    @property
+    def folder(self) -> Path | None:
+        return self.place if isinstance(self.place, Path) else None
+
+    def observe(self) -> "Fingerprint":
+        """What tells one state of the files from another; empty without files."""
+        return () if self.folder is None else observe(self.folder)
+
+
+FileState = tuple[str, int, int, int, int]  # name, bytes, mtime and ctime in ns, inode
+Fingerprint = tuple[FileState, ...]
 
 
 def fingerprint(path: Path) -> Fingerprint:
@@ -43,14 +65,30 @@ def fingerprint(path: Path) -> Fingerprint:
     for file in files:
         check_regular(file)
     stats = [(file.name, file.stat()) for file in files]
-    return tuple((name, stat.st_size, stat.st_mtime_ns) for name, stat in stats)
+    return tuple(file_state(name, stat) for name, stat in stats)
+
+
+def file_state(name: str, stat: os.stat_result) -> FileState:
+    """What changes when a file is written again, even with its size and time restored."""
+    return name, stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns, stat.st_ino
 
 
 def check_path(path: Any) -> Path:
     """`path` as a Path; AdapterError if it can name no file."""
     if not isinstance(path, str | Path) or "\0" in str(path):
         raise AdapterError(f"adapter path {shown(path)}: give the path of a folder, as a string")
+    if not str(path):
+        raise AdapterError("the adapter path is empty: give the path of a folder")
     return Path(path)
+
+
+def make_source(path: Any, tensors: Any, config: Any, layout: str | None) -> Source:
+    """The source that a caller means: a folder, or tensors with their config. AdapterError."""
+    if tensors is None and config is None:
+        return Source(check_path(path), layout)
+    if path is not None:
+        raise AdapterError("give a path, or tensors with their config, not both")
+    return Source(adapter_tensors(tensors, config), layout)
 
 
 def observe(path: Path) -> Fingerprint:
@@ -88,30 +126,35 @@ class AdapterLoader:
     targets: TargetMap
     max_rank: int
     dtype: torch.dtype
-    pin_memory: bool
     base_weight: BaseWeight | None = None  # needed where the reader lets extras pass
 
     def load(
-        self, path: Path, lora_b_layout: str | None, expected: Fingerprint | None = None
+        self, source: Source, allocate: Allocate, expected: Fingerprint | None = None
     ) -> HostCopy:
-        """Read the files of `path`; AdapterError if they differ from `expected`, when given."""
-        files = observe(path)
+        """Read and pack `source`; AdapterError if its files differ from `expected`, when given.
+
+        `allocate` is called once, when the size is known.
+        """
+        files = source.observe()
         if expected is not None and files != expected:
             raise AdapterError(
-                f"the files of {str(path)!r} changed or vanished since the adapter was loaded; "
+                f"the files of {str(source)!r} changed or vanished since the adapter was loaded; "
                 "load it again with load_inplace to serve what is there now"
             )
         weights = self.reader(
-            path, self.targets, max_rank=self.max_rank, lora_B_layout=lora_b_layout
+            source.place,
+            self.targets,
+            max_rank=self.max_rank,
+            lora_B_layout=source.lora_b_layout,
         )
-        packed = self._pack(weights)
-        if observe(path) != files:
-            raise AdapterError(f"the files of {str(path)!r} changed while read; load it again")
+        packed = self._pack(weights, allocate)
+        if source.observe() != files:
+            raise AdapterError(f"the files of {str(source)!r} changed while read; load it again")
         return HostCopy(packed, files, weights.warnings)
 
-    def _pack(self, weights: AdapterWeights) -> PackedAdapter:
+    def _pack(self, weights: AdapterWeights, allocate: Allocate) -> PackedAdapter:
         extras = {}
         if weights.extras:
             assert self.base_weight is not None, "extras need the base weights"
             extras = build_extras(weights, self.targets, self.base_weight)
-        return pack(weights, self.targets, self.dtype, self.pin_memory, extras)
+        return pack(weights, self.targets, self.dtype, extras=extras, allocate=allocate)

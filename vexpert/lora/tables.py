@@ -70,6 +70,13 @@ class Tables:
         for entry in entries:
             self.site_tables[entry.site].host_rank[slot] = entry.rank
 
+    def check_empty(self, slots: list[int]) -> None:
+        """Assert that `slots` adapt nothing."""
+        assert not self.host[:, slots].any(), "the host table of an empty slot is not"
+        assert not self.device[:, slots].any(), "the device table of an empty slot is not"
+        for table in self.site_tables:
+            assert not any(table.host_rank[slot] for slot in slots), "host rank of an empty slot"
+
     def check_slot(self, slot: int, entries: tuple[SiteEntry, ...], base: int) -> None:
         """Assert that mirror, device and host ranks say exactly what `entries` at `base` are."""
         expected = self.column(entries, base)

@@ -1,5 +1,7 @@
 """LoRA's nouns: targets of a model, factors of an adapter, the batch's view."""
 
+import enum
+import functools
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
@@ -59,6 +61,7 @@ class TargetMap:
     # Shapes of all parameters and persistent buffers of the model by name: what full weights and
     # biases in a file are held to. Empty: only the weights of targets are known.
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
+    input_embedding: str = "embed_tokens"  # path of what turns token ids into the first states
 
 
 @dataclass(frozen=True)
@@ -76,6 +79,35 @@ class Factors:
     @property
     def rank(self) -> int:
         return self.a.shape[1]
+
+
+class PerExpertFactors(Factors):
+    """The same where a file has one pair for each expert: not stacked before anybody asks.
+
+    a_parts: E of [r, in]; b_parts: E of [out, r].
+    """
+
+    def __init__(
+        self, a_parts: tuple[torch.Tensor, ...], b_parts: tuple[torch.Tensor, ...], scale: float
+    ) -> None:
+        fields = {"a_parts": a_parts, "b_parts": b_parts, "scale": scale}
+        for name, value in fields.items():
+            object.__setattr__(self, name, value)
+
+    a_parts: tuple[torch.Tensor, ...]
+    b_parts: tuple[torch.Tensor, ...]
+
+    @functools.cached_property
+    def a(self) -> torch.Tensor:
+        return torch.stack(self.a_parts)
+
+    @functools.cached_property
+    def b(self) -> torch.Tensor:
+        return torch.stack(self.b_parts)
+
+    @property
+    def rank(self) -> int:
+        return self.a_parts[0].shape[0]
 
 
 @dataclass(frozen=True)
@@ -132,20 +164,58 @@ class AdapterRef:
     version: int
 
 
+class Wait(enum.Enum):
+    """Why an adapter has no slot for a request now."""
+
+    COMING = "coming"  # its weights are on their way: nobody has to make room
+    NO_ROOM = "no room"  # running requests hold the slots, or the bytes
+
+
 @dataclass(frozen=True)
 class AdapterInfo:
     """What users may see of an adapter."""
 
     name: str
     version: int
-    path: str
-    state: str  # registered, host, device, errored, draining
-    rank: int  # largest rank of its factors
-    host_bytes: int
-    device_bytes: int  # what it takes in the arena, extras included
+    path: str  # "from memory" where there are no files
+    state: str  # registered, loading, host, device, errored, draining
+    rank: int  # largest rank of its factors; 0 before its first read
+    host_bytes: int  # what its host copy takes; 0: there is none
+    device_bytes: int  # what it takes in the arena, extras included; 0: it is not there
     slot: int  # -1: not on the device
     error: str | None = None
     warnings: tuple[str, ...] = ()
+    tier: str = "disk"  # device, host or disk: the fastest place that has its weights
+    pinned: bool = False  # stays on the device once there
+    requests: int = 0  # that wait or run
+    last_use: float | None = None  # seconds since the epoch, when a request last began or ended
+    loads: int = 0  # reads from disk, or from memory
+    load_seconds: float = 0.0  # of the last of them: read, checked and packed
+    evictions: int = 0  # from the device
+
+
+@dataclass(frozen=True)
+class TierUsage:
+    """Bytes and adapters in each tier."""
+
+    known: int = 0  # adapters by name
+    device_bytes: int = 0  # budget
+    device_used: int = 0  # blocks in use
+    device_payload: int = 0  # of them, weights; the rest is padding
+    device_adapters: int = 0
+    host_bytes: int = 0  # budget
+    host_used: int = 0
+    host_adapters: int = 0
+    loading: int = 0  # adapters that are read, or wait for a loader thread
+    loads: int = 0  # counters, which only grow
+    load_seconds: float = 0.0
+    errors: int = 0
+    evictions: int = 0  # from the device
+
+    @property
+    def waste(self) -> float:
+        """Share of the blocks in use that is padding."""
+        return 1 - self.device_payload / self.device_used if self.device_used else 0.0
 
 
 @dataclass(frozen=True)

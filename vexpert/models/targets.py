@@ -1,8 +1,10 @@
 """Which modules of a model adapters may change, and the LoRA sites of each."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from torch import nn
+from transformers import PreTrainedModel
 
 from vexpert.lora.types import EmbeddingTarget, ExpertsTarget, LinearTarget, Target, TargetMap
 from vexpert.models.experts import ExpertsLayer
@@ -50,7 +52,21 @@ def build_targets(
         elif type(module) is nn.Embedding and module.max_norm is None:
             targets[path] = _embedding_target(path, module, sites)
     shapes = {name: tuple(tensor.shape) for name, tensor in model.state_dict().items()}
-    return TargetMap(model_type, type(model).__name__, targets, tuple(sites.made), shapes)
+    return TargetMap(
+        model_type,
+        type(model).__name__,
+        targets,
+        tuple(sites.made),
+        shapes,
+        _input_embedding(model),
+    )
+
+
+def _input_embedding(model: nn.Module) -> str:
+    assert isinstance(model, PreTrainedModel)
+    table = model.get_input_embeddings()
+    paths: Iterator[str] = (path for path, module in model.named_modules() if module is table)
+    return next(paths)
 
 
 def _is_linear(path: str, module: nn.Module, probe: Probe) -> bool:

@@ -37,6 +37,8 @@ logger = get_logger(__name__)
 T = TypeVar("T")
 COMPILE_SECONDS = 90  # with the start of the process that tries constraints
 
+IDLE_CHECK = 5.0  # seconds without work after which the engine's integrity is checked, once
+
 
 class AsyncEngine:
     """Runs an engine for coroutines of one event loop."""
@@ -63,7 +65,7 @@ class AsyncEngine:
         self._commands: deque[tuple[Callable[[], Any], asyncio.Future[Any] | None]] = deque()
         self._stopping = False
         self._trackers: dict[str, Tracker] = {}  # touched by the engine thread alone
-        self._adapter_lock = asyncio.Lock()
+        self._unchecked = True  # steps have run since the last look at the engine's integrity
 
     def start(self) -> None:
         """Start the engine thread; updates go to the running event loop."""
@@ -156,27 +158,30 @@ class AsyncEngine:
             self._post(functools.partial(self._abort, request_id), None)
 
     async def load_adapter(
-        self, name: str, path: str, *, lora_B_layout: str | None = None, load_inplace: bool = False
+        self, name: str, path: str, *, lazy: bool = False, **options: Any
     ) -> "AdapterInfo":
-        """Load an adapter in a worker thread; steps go on. Raises AdapterError."""
-        async with self._adapter_lock:
-            return await asyncio.to_thread(
-                self.engine.load_adapter,
-                name,
-                path,
-                lora_B_layout=lora_B_layout,
-                load_inplace=load_inplace,
-            )
+        """Load an adapter in a thread of its own; steps go on. Raises AdapterError.
 
-    async def unload_adapter(self, name: str) -> None:
-        """Unload an adapter in a worker thread. Raises AdapterNotFoundError."""
-        async with self._adapter_lock:
-            await asyncio.to_thread(self.engine.unload_adapter, name)
+        `lazy`: it is only registered. Options: lora_B_layout, load_inplace, pinned.
+        """
+        call = self.engine.register_adapter if lazy else self.engine.load_adapter
+        return await _beside(functools.partial(call, name, path, **options))
+
+    async def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
+        """Unload an adapter. Raises AdapterNotFoundError."""
+        call = functools.partial(self.engine.unload_adapter, name, drain_seconds=drain_seconds)
+        await _beside(call)
+        with self._wake:
+            self._wake.notify()  # a deadline may have come
 
     def adapters(self) -> "list[AdapterInfo]":
         """Adapters that requests may name, one per name, sorted."""
         usable = (info for info in self.engine.adapters() if info.state not in _UNUSABLE)
         return sorted({info.name: info for info in usable}.values(), key=lambda info: info.name)
+
+    async def forget_counts(self, known: set[str]) -> None:
+        """Drop the counts of adapters that are not `known` any more."""
+        await self._call(functools.partial(self.recorder.forget, known))
 
     async def stats(self) -> EngineStats:
         """The engine's statistics, taken between two steps."""
@@ -228,7 +233,9 @@ class AsyncEngine:
         """Run what is queued, sleeping while there is nothing to do; False: stop."""
         with self._wake:
             while not (self._commands or self._stopping or self.engine.has_unfinished()):
-                self._wake.wait()
+                if not self._wake.wait(IDLE_CHECK if self._unchecked else None):
+                    self._unchecked = False
+                    self.engine.check_integrity()
             if self._stopping:
                 return False
             commands, self._commands = self._commands, deque()
@@ -250,6 +257,7 @@ class AsyncEngine:
             self._to_loop(_set_result, future, result)
 
     def _step(self) -> None:
+        self._unchecked = True
         outputs = self.engine.step()
         now = time.perf_counter()
         updates = [pair for output in outputs if (pair := self._track(output, now))]
@@ -291,6 +299,32 @@ class AsyncEngine:
 
 
 _UNUSABLE = ("errored", "draining")
+
+
+async def _beside(function: Callable[[], T]) -> T:
+    """Run `function` on a new thread. A daemon: one that hangs in a dead file system must not keep
+    the process alive, as asyncio's own worker threads would.
+    """
+    loop = asyncio.get_running_loop()
+    future: asyncio.Future[T] = loop.create_future()
+
+    def tell(callback: Callable[..., None], value: Any) -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
+            loop.call_soon_threadsafe(callback, future, value)
+
+    def work() -> None:
+        try:
+            result = function()
+        except (VexpertError, OSError) as error:
+            tell(_set_error, error)
+        except Exception as error:
+            logger.exception("a call about an adapter met an unexpected error")
+            tell(_set_error, error)
+        else:
+            tell(_set_result, result)
+
+    threading.Thread(target=work, name="vexpert-adapter-call", daemon=True).start()
+    return await future
 
 
 def _set_result(future: "asyncio.Future[Any] | None", result: Any) -> None:

@@ -65,12 +65,16 @@ class EngineProtocol(Protocol):
     def has_unfinished(self) -> bool:
         """Whether any request waits or runs."""
 
-    def load_adapter(
-        self, name: str, path: str, *, lora_B_layout: str | None = None, load_inplace: bool = False
-    ) -> "AdapterInfo":
-        """Load an adapter. Raises AdapterError."""
+    def load_adapter(self, name: str, path: str, **options: Any) -> "AdapterInfo":
+        """Load an adapter and wait for it. Raises AdapterError.
 
-    def unload_adapter(self, name: str) -> None:
+        Options: lora_B_layout, load_inplace, pinned.
+        """
+
+    def register_adapter(self, name: str, path: str, **options: Any) -> "AdapterInfo":
+        """The same, to be read when it is first needed."""
+
+    def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
         """Unload an adapter. Raises AdapterNotFoundError."""
 
     def adapters(self) -> "list[AdapterInfo]":
@@ -78,3 +82,6 @@ class EngineProtocol(Protocol):
 
     def stats(self) -> "EngineStats":
         """One look at the engine."""
+
+    def check_integrity(self) -> None:
+        """Assert that everything the engine keeps agrees; between two steps."""

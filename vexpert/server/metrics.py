@@ -12,6 +12,9 @@ from prometheus_client.core import (
 )
 
 from vexpert.engine.outputs import EngineStats
+from vexpert.lora.types import AdapterInfo
+from vexpert.server.adapter_labels import MAX_LABELS
+from vexpert.server.adapter_metrics import adapter_families
 from vexpert.server.recorder import Histogram, Recorder
 
 
@@ -22,12 +25,13 @@ class Metrics:
         self._model_name = model_name
         self._recorder = recorder
         self._stats: EngineStats | None = None
+        self._infos: list[AdapterInfo] = []
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def page(self, stats: EngineStats) -> bytes:
-        """The page for `stats` and the recorder's present counts."""
-        self._stats = stats
+    def page(self, stats: EngineStats, infos: list[AdapterInfo]) -> bytes:
+        """The page for `stats`, all adapters and the recorder's present counts."""
+        self._stats, self._infos = stats, infos
         return bytes(generate_latest(self._registry))
 
     def describe(self) -> list[Any]:
@@ -41,6 +45,7 @@ class Metrics:
         yield self._adapters(self._stats)
         yield from self._requests()
         yield from self._per_adapter()
+        yield from adapter_families(self._stats, self._infos, self._recorder)
 
     def _engine(self, stats: EngineStats) -> Iterator[Any]:
         used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
@@ -71,7 +76,9 @@ class Metrics:
         family = GaugeMetricFamily(
             "vllm:lora_requests_info", "Adapters of running and waiting requests", labels=labels
         )
-        running, waiting = ",".join(stats.running_adapters), ",".join(stats.waiting_adapters)
+        # Gateways read the names of this label; thousands of them would be no label any more.
+        running = ",".join(stats.running_adapters[:MAX_LABELS])
+        waiting = ",".join(stats.waiting_adapters[:MAX_LABELS])
         family.add_metric([running, waiting, str(stats.max_loras)], time.time())
         return family
 

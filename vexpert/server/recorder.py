@@ -1,9 +1,11 @@
 """Counts of what requests do. One writer, the engine thread; the metrics page reads beside it."""
 
 from bisect import bisect_left
-from collections import Counter
+from collections import Counter, defaultdict
+from collections.abc import Collection
 from dataclasses import dataclass, field
 
+from vexpert.server.adapter_labels import AdapterLabels
 from vexpert.server.progress import Tracker
 
 # Bucket bounds in seconds.
@@ -35,7 +37,9 @@ class Histogram:
 
 @dataclass
 class Recorder:
-    """What the engine thread counts. An adapter's name is "" for the base model."""
+    """What the engine thread counts. Adapters go by their label; "" is the base model."""
+
+    labels: AdapterLabels = field(default_factory=AdapterLabels)
 
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
@@ -43,24 +47,40 @@ class Recorder:
     requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # adapter, finish reason
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     generation_tokens: Counter[str] = field(default_factory=Counter)
+    first_tokens: Counter[str] = field(default_factory=Counter)  # requests that got one
+    first_token_seconds: defaultdict[str, float] = field(  # their waits together
+        default_factory=lambda: defaultdict(float)
+    )
 
     def added(self, tracker: Tracker) -> None:
         """A request was accepted."""
-        self.prompt_tokens[tracker.adapter or ""] += tracker.num_prompt_tokens
+        self.prompt_tokens[self.labels.of(tracker.adapter)] += tracker.num_prompt_tokens
 
     def stepped(self, tracker: Tracker, new_tokens: int, now: float) -> None:
         """A request gained `new_tokens` tokens over its n completions at `now`, perf_counter."""
         if new_tokens == 0:
             return
+        label = self.labels.of(tracker.adapter)
         if tracker.last_token is None:
             self.first_token.observe(now - tracker.arrival)
+            self.first_tokens[label] += 1
+            self.first_token_seconds[label] += now - tracker.arrival
         else:
             self.between_tokens.observe(now - tracker.last_token)
         tracker.last_token = now
-        self.generation_tokens[tracker.adapter or ""] += new_tokens
+        self.generation_tokens[label] += new_tokens
 
     def finished(self, tracker: Tracker, reasons: list[str], now: float) -> None:
         """A request ended, each of its completions for one of `reasons`."""
         for reason in reasons:
-            self.requests[tracker.adapter or "", reason] += 1
+            self.requests[self.labels.of(tracker.adapter), reason] += 1
         self.whole_request.observe(now - tracker.arrival)
+
+    def forget(self, known: Collection[str]) -> None:
+        """Drop the counts of adapters that are unloaded. On the engine's thread, as all writes."""
+        for label in self.labels.forget(known):
+            for counts in (self.prompt_tokens, self.generation_tokens, self.first_tokens):
+                counts.pop(label, None)
+            self.first_token_seconds.pop(label, None)
+            for key in [key for key in self.requests if key[0] == label]:
+                del self.requests[key]

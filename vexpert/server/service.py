@@ -40,6 +40,13 @@ class Service:
                     f"adapter {info.name!r} has the name of the base model; rename it"
                 )
 
+    async def metrics_page(self) -> bytes:
+        """The page for Prometheus."""
+        infos = self.engine.engine.adapters()
+        await self.engine.forget_counts({info.name for info in infos})
+        stats = await self.engine.stats()
+        return self.metrics.page(stats, infos)
+
     def adapter_of(self, model: str) -> str | None:
         """The adapter that `model` names, alone or as BASE:ADAPTER; None: the base model."""
         if model in self.base_names:

@@ -4,9 +4,12 @@ import asyncio
 
 from vexpert.engine.outputs import EngineStats
 from vexpert.log import get_logger
+from vexpert.lora.types import TierUsage
 from vexpert.server.engine_thread import AsyncEngine
 
 logger = get_logger(__name__)
+
+SHOWN_NAMES = 8
 
 
 def status_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
@@ -17,7 +20,21 @@ def status_line(before: EngineStats, now: EngineStats, seconds: float) -> str:
     return (
         f"running {now.num_running}, waiting {now.num_waiting}, prompt {prompt:.1f} tok/s, "
         f"generation {generated:.1f} tok/s, KV blocks {used:.1f}%, "
-        f"adapters {' '.join(now.running_adapters) or '-'}"
+        f"adapters {_names(now.running_adapters)}{_device(now.adapters)}"
+    )
+
+
+def _names(names: tuple[str, ...]) -> str:
+    more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
+    return (" ".join(names[:SHOWN_NAMES]) or "-") + more
+
+
+def _device(usage: TierUsage) -> str:
+    if not usage.device_used:
+        return ""
+    return (
+        f", {usage.device_adapters} on the device: {usage.device_used / 2**20:.1f} of "
+        f"{usage.device_bytes / 2**20:.1f} MiB, {usage.waste:.1%} of it padding"
     )
 
 

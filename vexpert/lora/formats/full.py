@@ -27,7 +27,7 @@ class FullParameters:
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     extras: set[str] = field(default_factory=set)
     examples: list[str] = field(default_factory=list)
-    modules: set[str] = field(default_factory=set)  # paths with any full parameter in the file
+    names: set[str] = field(default_factory=set)  # all in the file, equal to the base's or not
 
 
 def read_full(
@@ -40,7 +40,7 @@ def read_full(
     result = FullParameters()
     copies: list[str] = []
     for path, piece in placed:
-        result.modules.add(path)
+        result.names.add(f"{path}.{piece.param}")
         if piece.holder == "original_module":
             continue
         name = f"{path}.{piece.param}"

@@ -232,12 +232,30 @@ def _read_pair(pair: FusedPair, over_input: bool, context: Context) -> dict[str,
         )
     rank = rows // experts
     a = pair.a.view(experts, rank, -1)
+    _check_experts(pair, rank, context)
+    context.is_layout_used |= pair.layout is None
     b = _columns(pair.b, experts, rank, pair.layout or context.layout)
     if not over_input:
         a, b = _own(b).mT, a.mT
     context.note_format("fused experts")
     scale = context.scale(pair.name, rank)
     return finish_pair(pair.target, pair.projection, pair.name, a, b, scale, context)
+
+
+def _check_experts(pair: FusedPair, rank: int, context: Context) -> None:
+    """A rank that PEFT's own config rules out, but that another number of experts explains."""
+    if not context.config.names_version:
+        return
+    experts, rows = pair.target.num_experts, pair.a.shape[0]
+    stated = [r for r in context.config.patterns.ranks(pair.name) if r is not None]
+    if rank not in stated:
+        for r in stated:
+            if rows % r == 0:
+                raise AdapterError(
+                    f"{pair.keys}: adapter_config.json says rank {r}, which fits {rows // r} "
+                    f"experts; {pair.target.path} has {experts}: the adapter was made for another "
+                    f"base model (if not, state the rank, {rank}, in adapter_config.json)"
+                )
 
 
 def _columns(b: torch.Tensor, experts: int, rank: int, layout: str | None) -> torch.Tensor:
@@ -266,7 +284,7 @@ def finish_pair(
         key = "up" if projection == "gate_up" else projection
         return {key: context.factors(name, a, _own(b), scale)}
     gate, up = (_own(half) for half in split_rows(target, b))
-    context.check(name, a, [gate, up])
+    context.check(name, a, [gate, up], scale)
     return {"gate": Factors(a, gate, scale), "up": Factors(a, up, scale)}
 
 

@@ -43,11 +43,11 @@ def read_linear(
             "was made for another base model, or its file is broken"
         )
     context.note_format("embedding" if is_embedding else "linear")
-    scale = context.scale(a.module, rank)
+    scale = context.scale(context.linear_name(a.module), rank)
     factors = context.factors(
         a.module, a.tensor.clone().unsqueeze(0), b.tensor.clone().unsqueeze(0), scale
     )
-    bias = _vector(parts.get("B.bias"), outputs)
+    bias = _vector(parts.get("B.bias"), outputs, scale)
     if context.config.lora_bias and bias is None:
         raise AdapterError(
             f"{target.path}: lora_bias is true in adapter_config.json, but {b.module}.lora_B.bias "
@@ -64,7 +64,13 @@ def _pair(parts: dict[str, Piece], prefix: str) -> tuple[Piece, Piece]:
     allowed = {f"{prefix}A", f"{prefix}B"} | (set() if prefix else {"B.bias", "magnitude"})
     odd = [piece.key for part, piece in parts.items() if part not in allowed]
     if odd:
-        raise AdapterError(f"{', '.join(odd)}: this kind of module cannot have such a tensor")
+        hint = (
+            "; an embedding has lora_embedding_A and lora_embedding_B: name it in target_modules, "
+            "not in target_parameters, or merge the adapter into the base model"
+            if prefix
+            else "; save the adapter again with PEFT's save_pretrained"
+        )
+        raise AdapterError(f"{', '.join(odd)}: this kind of module cannot have such a tensor{hint}")
     a, b = parts.get(f"{prefix}A"), parts.get(f"{prefix}B")
     if a is None or b is None:
         present = next(iter(parts.values()))
@@ -76,12 +82,12 @@ def _pair(parts: dict[str, Piece], prefix: str) -> tuple[Piece, Piece]:
     return a, b
 
 
-def _vector(piece: Piece | None, size: int) -> torch.Tensor | None:
+def _vector(piece: Piece | None, size: int, scale: float = 1.0) -> torch.Tensor | None:
     if piece is None:
         return None
     if piece.tensor.shape != (size,):
         raise AdapterError(f"{shapes(piece)}: must be [{size}]")
-    require_finite(piece.key, piece.tensor)
+    require_finite(piece.key, piece.tensor, scale)
     return piece.tensor.clone()
 
 

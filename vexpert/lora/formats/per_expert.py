@@ -17,7 +17,7 @@ from vexpert.lora.checks import require_finite
 from vexpert.lora.formats.context import Context, dimensions, shapes, split_rows
 from vexpert.lora.formats.fused import finish_pair
 from vexpert.lora.keys import Piece, Slots
-from vexpert.lora.types import ExpertsTarget, Factors
+from vexpert.lora.types import ExpertsTarget, Factors, PerExpertFactors
 
 _PARTS = ("A", "B", "magnitude")
 
@@ -70,6 +70,9 @@ def read_projection(
     """Factors by projection from the pieces of gate, up, down or gate_up, by part and expert."""
     a_pieces, b_pieces = parts.get("A", {}), parts.get("B", {})
     _require_partners(target, a_pieces, b_pieces)
+    plain = _read_plain(target, projection, a_pieces, b_pieces, context)
+    if plain is not None:
+        return {projection: plain}
     inputs, outputs = dimensions(target, projection)
     a = _side(target, a_pieces, inputs, False)
     b = _side(target, b_pieces, outputs, True)
@@ -88,6 +91,31 @@ def read_projection(
     scale, b_tensor = _scaled(target, a_pieces, b_pieces, a, b, context)
     name = f"{target.path}.{projection}"
     return finish_pair(target, projection, name, a.tensor, b_tensor, scale, context)
+
+
+def _read_plain(
+    target: ExpertsTarget, projection: str, a: Pieces, b: Pieces, context: Context
+) -> PerExpertFactors | None:
+    """The usual case without a copy: every expert, one rank, one dtype, one scale; else None."""
+    experts = range(target.num_experts)
+    if projection == "gate_up" or not (set(a) == set(b) == set(experts)):
+        return None
+    a_parts, b_parts = (tuple(side[e].tensor for e in experts) for side in (a, b))
+    inputs, outputs = dimensions(target, projection)
+    rank = a_parts[0].shape[0]
+    wanted = (((rank, inputs), a_parts), ((outputs, rank), b_parts))
+    dtypes = {x.dtype for x in (*a_parts, *b_parts)}
+    if len(dtypes) > 1 or any(x.shape != shape for shape, xs in wanted for x in xs):
+        return None
+    scale = context.scale(a[0].module, rank)
+    same = all(context.scale(a[e].module, rank) == scale for e in experts)
+    if not same or not context.is_in_range(scale):
+        return None
+    name = f"{target.path}.{projection}"
+    context.check_rank(name, rank)
+    context.count_pair(name, a_parts, b_parts)
+    context.note_format("per expert")
+    return PerExpertFactors(a_parts, b_parts, scale)
 
 
 def read_magnitudes(

@@ -1,4 +1,7 @@
-"""POST /v1/load_lora_adapter and /v1/unload_lora_adapter, in vLLM's shapes."""
+"""GET /v1/adapters, and POST /v1/load_lora_adapter and /v1/unload_lora_adapter in vLLM's shapes."""
+
+import dataclasses
+from typing import Any
 
 from fastapi import APIRouter
 from starlette.requests import Request
@@ -6,9 +9,31 @@ from starlette.responses import PlainTextResponse
 
 from vexpert.server.errors import ApiError
 from vexpert.server.protocol.adapter import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
-from vexpert.server.service import service_of
+from vexpert.server.service import allowed_models, service_of
 
 router = APIRouter()
+
+
+def _entries(request: Request) -> list[dict[str, Any]]:
+    """The versions that the request's API key is for."""
+    allowed = allowed_models(request)
+    infos = service_of(request).engine.engine.adapters()
+    return [dataclasses.asdict(i) for i in infos if allowed is None or i.name in allowed]
+
+
+@router.get("/v1/adapters")
+async def list_adapters(request: Request) -> dict[str, Any]:
+    """Every version of every adapter, errored and draining ones too, with its state and tier."""
+    return {"object": "list", "data": _entries(request)}
+
+
+@router.get("/v1/adapters/{name:path}")
+async def retrieve_adapter(name: str, request: Request) -> dict[str, Any]:
+    """The versions of one adapter; 404 if there is none."""
+    entries = [entry for entry in _entries(request) if entry["name"] == name]
+    if not entries:
+        raise service_of(request).unknown_model(name)
+    return {"object": "list", "data": entries}
 
 
 @router.post("/v1/load_lora_adapter")
@@ -26,6 +51,8 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
             body.lora_path,
             lora_B_layout=body.lora_B_layout,
             load_inplace=body.load_inplace,
+            lazy=body.lazy,
+            pinned=body.pinned,
         )
     except OSError as error:
         message = f"lora_path={body.lora_path!r}: cannot be read: {error}"
@@ -37,7 +64,8 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
 async def unload_lora_adapter(
     body: UnloadLoraAdapterRequest, request: Request
 ) -> PlainTextResponse:
-    """Forget an adapter; requests that use it finish first."""
-    service_of(request).check_may_change_adapters(request)
-    await service_of(request).engine.unload_adapter(body.lora_name)
+    """Forget an adapter; requests that use it finish first, for `drain_seconds` at most."""
+    service = service_of(request)
+    service.check_may_change_adapters(request)
+    await service.engine.unload_adapter(body.lora_name, drain_seconds=body.drain_seconds)
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' removed successfully.")

@@ -50,6 +50,5 @@ async def version() -> dict[str, Any]:
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
     """Numbers for Prometheus."""
-    service = service_of(request)
-    page = service.metrics.page(await service.engine.stats())
+    page = await service_of(request).metrics_page()
     return Response(page, media_type=CONTENT_TYPE_LATEST)

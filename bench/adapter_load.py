@@ -1,0 +1,325 @@
+"""How long an adapter takes to serve, and what its load costs the requests that run meanwhile.
+
+A random MoE of Qwen3-30B-A3B's shape cut to `--layers`, and adapters with one pair for each expert
+(rank 16 on q, k, v, o and every expert's gate, up and down: 269 MB for 8 layers in bfloat16).
+
+| row | from | to |
+|---|---|---|
+| read and pack | files in the page cache | packed host memory, on one loader thread |
+| page cache to device | the request is added | its adapter is in its slot, nothing else runs |
+| page cache to first token | the same | its first token; a base request's beside it |
+| host to device | the request is added, the packed copy is there | its adapter is in its slot |
+| step | | one decode step of `--batch` requests: alone; while adapters come from host memory |
+| | | without a pause; while they come from files without a pause |
+
+`--small` is a shape for a CPU. The last line is JSON.
+"""
+
+import argparse
+import gc
+import json
+import platform
+import statistics
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+from safetensors.torch import save_file
+from transformers import Qwen3MoeConfig
+
+from vexpert.cli.serve import settle
+from vexpert.config import EngineConfig
+from vexpert.engine.engine import Engine
+from vexpert.engine.sampling_params import SamplingParams
+from vexpert.lora.adapter_version import Version
+from vexpert.lora.manager import AdapterManager
+from vexpert.lora.types import AdapterRef
+
+PROMPT = 32  # tokens
+
+
+def make_config(small: bool, layers: int) -> Qwen3MoeConfig:
+    sizes = (128, 96, 16, 2_000, 4, 2, 32, 4) if small else (2048, 768, 128, 32_000, 32, 4, 128, 8)
+    hidden, inner, experts, vocab, heads, kv_heads, head_dim, top_k = sizes
+    return Qwen3MoeConfig(
+        hidden_size=hidden,
+        moe_intermediate_size=inner,
+        num_experts=experts,
+        vocab_size=vocab,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        head_dim=head_dim,
+        num_experts_per_tok=top_k,
+        intermediate_size=inner,
+        num_hidden_layers=layers,
+        max_position_embeddings=40_960,
+        tie_word_embeddings=False,
+        norm_topk_prob=True,
+        bos_token_id=0,
+        eos_token_id=1,
+        pad_token_id=0,
+        architectures=["Qwen3MoeForCausalLM"],
+    )
+
+
+def write_model(folder: Path, config: Qwen3MoeConfig) -> None:
+    from tokenizers import Tokenizer, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    config.save_pretrained(folder)
+    words = {f"t{i}": i for i in range(config.vocab_size)}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
+    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, bos_token="t0", eos_token="t1"
+    ).save_pretrained(folder)
+
+
+def write_adapter(folder: Path, config: Qwen3MoeConfig, rank: int, seed: int) -> int:
+    """A per-expert adapter as PEFT on transformers 4 writes it; its bytes."""
+    generator = torch.Generator().manual_seed(seed)
+    hidden, inner = config.hidden_size, config.moe_intermediate_size
+    q = config.num_attention_heads * config.head_dim
+    kv = config.num_key_value_heads * config.head_dim
+    attention = {"q": (hidden, q), "k": (hidden, kv), "v": (hidden, kv), "o": (q, hidden)}
+    expert = {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
+    modules = {}
+    for layer in range(config.num_hidden_layers):
+        for name, sides in attention.items():
+            modules[f"model.layers.{layer}.self_attn.{name}_proj"] = sides
+        for index in range(config.num_experts):
+            for name, sides in expert.items():
+                modules[f"model.layers.{layer}.mlp.experts.{index}.{name}_proj"] = sides
+    tensors = {}
+    for name, (inputs, outputs) in modules.items():
+        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
+            x = torch.randn(shape, generator=generator, dtype=torch.float32) * 0.02
+            tensors[f"base_model.model.{name}.lora_{part}.weight"] = x.to(torch.bfloat16)
+    folder.mkdir()
+    save_file(tensors, folder / "adapter_model.safetensors")
+    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "peft_version": "0.17.0"}
+    fields["target_modules"] = [f"{name}_proj" for name in (*attention, *expert)]
+    (folder / "adapter_config.json").write_text(json.dumps(fields))
+    return sum(x.nbytes for x in tensors.values())
+
+
+class Bench:
+    """An engine with `count` registered adapters, of which `fit` fit on the device."""
+
+    def __init__(
+        self, folder: Path, device: str, paths: list[Path], nbytes: int, fit: float, host: float
+    ) -> None:
+        self.engine = Engine(
+            EngineConfig(
+                model=str(folder),
+                device=device,
+                dtype="float32" if device == "cpu" else "bfloat16",
+                load_format="dummy",
+                max_model_len=4096,
+                max_num_seqs=64,
+                kv_cache_memory=None if device != "cpu" else 1 << 28,
+                lora_memory=int(fit * nbytes),
+                lora_host_memory=int(host * nbytes),
+            )
+        )
+        assert isinstance(self.engine._adapters, AdapterManager)
+        self.manager = self.engine._adapters
+        self.count = 0
+        self._published = 0.0  # when the last adapter was whole on the device
+        publish = self.manager.pool.publish
+
+        def publish_and_note(slot: int) -> None:
+            publish(slot)
+            self._published = time.perf_counter()
+
+        self.manager.pool.publish = publish_and_note
+        for index, path in enumerate(paths):
+            self.engine.register_adapter(f"a{index}", str(path))
+        settle()  # as `vexpert serve` does
+
+    def version(self, name: str) -> Version:
+        return self.manager._versions[self.manager.resolve(name)]
+
+    def add(self, adapter: str | None, max_tokens: int = 1) -> str:
+        self.count += 1
+        tokens = [(self.count * 31 + i * 7) % 1900 + 2 for i in range(PROMPT)]
+        params = SamplingParams(max_tokens=max_tokens, ignore_eos=True, temperature=0.0)
+        self.engine.add_request(str(self.count), None, tokens, params, adapter)
+        return str(self.count)
+
+    def run(self) -> None:
+        while self.engine.has_unfinished():
+            self.engine.step()
+
+    def serve(self, name: str | None) -> tuple[float, float]:
+        """Seconds until the adapter is in its slot, and until the first token of a request."""
+        began = self._published = time.perf_counter()
+        self.add(name)
+        self.run()
+        return self._published - began, time.perf_counter() - began
+
+    def forget(self, name: str, host: bool) -> None:
+        """Take an idle adapter off the device, and off the host if `host`."""
+        with self.manager._lock:
+            version = self.version(name)
+            self.manager._device.remove(version)
+            if host:
+                self.manager._host.drop(version)
+
+    def decode(self, steps: int, each_step: Callable[[], None] | None = None) -> list[float]:
+        """Seconds of each of `steps` decode steps of what runs now."""
+        times = []
+        for _ in range(steps):
+            if each_step is not None:
+                each_step()
+            began = time.perf_counter()
+            outputs = self.engine.step()
+            assert outputs
+            times.append(time.perf_counter() - began)
+        return times
+
+
+class Traffic:
+    """Brings `names` to the device one after another, without a request: each evicts another."""
+
+    def __init__(self, bench: Bench, names: list[str], from_disk: bool) -> None:
+        self.bench, self.names, self.from_disk = bench, names, from_disk
+        self.loads = 0
+        self.ref: AdapterRef | None = None
+
+    def __call__(self) -> None:
+        manager = self.bench.manager
+        if self.ref is not None and manager.slot_of(self.ref) is not None:
+            manager.drop(self.ref)
+            self.bench.forget(self.ref.name, host=self.from_disk)
+            self.ref = None
+            self.loads += 1
+        if self.ref is None:
+            self.ref = manager.resolve(self.names[self.loads % len(self.names)])
+            manager.hold(self.ref)
+        manager.prefetch([self.ref])
+
+
+def percentiles(seconds: list[float]) -> dict[str, float]:
+    ordered = sorted(seconds)
+    at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
+    return {
+        name: 1e3 * ordered[min(len(ordered) - 1, int(share * len(ordered)))]
+        for name, share in at.items()
+    }
+
+
+def median_ms(call: Callable[[], float], rounds: int) -> dict[str, float]:
+    values = [1e3 * call() for _ in range(rounds)]
+    return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def measure_loads(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
+    loader, memory = bench.manager._host._loader, bench.manager._host._memory
+    dtype = bench.engine.model_info.dtype
+
+    def read_and_pack() -> float:
+        began = time.perf_counter()
+        host = loader.load(bench.version("a0").source, lambda count: memory.allocate(count, dtype))
+        seconds = time.perf_counter() - began
+        memory.free(host.packed.buffer)
+        return seconds
+
+    def from_files(part: int) -> float:
+        bench.forget("a0", host=True)
+        return bench.serve("a0")[part]
+
+    def from_host() -> float:
+        bench.forget("a0", host=False)
+        assert bench.version("a0").host is not None
+        return bench.serve("a0")[0]
+
+    bench.serve("a0"), bench.serve(None)  # files into the page cache, kernels compiled
+    return {
+        "read and pack": median_ms(read_and_pack, rounds),
+        "page cache to device": median_ms(lambda: from_files(0), rounds),
+        "page cache to first token": median_ms(lambda: from_files(1), rounds),
+        "base request to first token": median_ms(lambda: bench.serve(None)[1], rounds),
+        "host to device": median_ms(from_host, rounds),
+    }
+
+
+def measure_steps(bench: Bench, batch: int, steps: int, count: int) -> dict[str, dict[str, float]]:
+    names = [f"a{i}" for i in range(1, count)]
+    for name in names:
+        bench.serve(name)
+    for index in range(batch):
+        bench.add("a0" if index % 2 else None, max_tokens=4000)
+    while bench.engine.scheduler.waiting or any(
+        s.num_computed < PROMPT for s in bench.engine.scheduler.running
+    ):
+        bench.engine.step()
+    bench.decode(steps // 4)
+    results = {}
+    for label, from_disk in (
+        ("alone", None),
+        ("host", False),
+        ("files", True),
+        ("alone, end", None),
+    ):
+        traffic = None if from_disk is None else Traffic(bench, names, from_disk)
+        began = time.perf_counter()
+        results[f"step, {label}"] = percentiles(bench.decode(steps, traffic))
+        if traffic is not None:
+            rate = traffic.loads / (time.perf_counter() - began)
+            results[f"step, {label}"]["loads_per_s"] = rate
+            if traffic.ref is not None:
+                bench.manager.drop(traffic.ref)
+    for request_id in list(bench.engine._requests):
+        bench.engine.abort(request_id)
+    bench.run()
+    bench.engine.check_integrity()
+    gc.unfreeze()
+    return results
+
+
+def commit() -> str:
+    done = subprocess.run(
+        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
+    )
+    return done.stdout.strip() or "unknown"
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
+    parser.add_argument("--small", action="store_true", help="a shape for a CPU")
+    parser.add_argument("--layers", type=int, default=8)
+    parser.add_argument("--rank", type=int, default=16)
+    parser.add_argument("--adapters", type=int, default=4)
+    parser.add_argument("--rounds", type=int, default=7)
+    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--batch", type=int, default=8)
+    options = parser.parse_args()
+    config = make_config(options.small, options.layers)
+    rows: dict[str, dict[str, float]] = {}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        write_model(folder / "model", config)
+        paths = [folder / f"adapter{i}" for i in range(options.adapters)]
+        for index, path in enumerate(paths):
+            nbytes = write_adapter(path, config, options.rank, index)
+        wide = 2 if options.device == "cpu" else 1  # float32 there, bfloat16 in the files
+        bench = Bench(
+            folder / "model", options.device, paths, wide * nbytes, 2.2, options.adapters + 0.5
+        )
+        rows |= measure_loads(bench, options.rounds)
+        rows |= measure_steps(bench, options.batch, options.steps, options.adapters)
+    print(f"adapter of {nbytes / 1e6:.0f} MB, {options.layers} layers, on {options.device}; ms")
+    for label, values in rows.items():
+        print(f"  {label:30s}", "  ".join(f"{key} {value:9.3f}" for key, value in values.items()))
+    where = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor()
+    shape = {key: getattr(options, key) for key in ("layers", "rank", "batch", "steps", "small")}
+    print(json.dumps({"commit": commit(), "device": where, "nbytes": nbytes, **shape, "ms": rows}))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,138 @@
+"""Hundreds of names for the demo's four adapters, and traffic that loads and drops them."""
+
+import os
+import threading
+from dataclasses import dataclass, field
+from pathlib import Path
+from random import Random
+
+from helpers_demo import expected, random_words
+
+from vexpert.demo import adapter_paths
+from vexpert.engine.engine import Engine
+from vexpert.engine.outputs import RequestOutput
+from vexpert.engine.sampling_params import SamplingParams
+from vexpert.errors import AdapterError, AdapterNotFoundError
+
+KINDS = ("upper", "reverse", "sort", "shift")
+
+
+def link(kind: str, folder: Path) -> Path:
+    """A folder with the files of one of the demo's adapters, hard-linked."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in adapter_paths()[kind].iterdir():
+        os.link(file, folder / file.name)
+    return folder
+
+
+def open_files() -> int:
+    return len(os.listdir("/proc/self/fd"))
+
+
+def vexpert_threads() -> list[str]:
+    return [t.name for t in threading.enumerate() if t.name.startswith("vexpert")]
+
+
+@dataclass
+class Ask:
+    """A request of the churn and what its answer must be, by the version it began with."""
+
+    name: str
+    kind: str
+    word: str
+    started_step: int
+    answer: str | None = None
+
+
+@dataclass
+class Churn:
+    """Runs an engine under traffic; `kinds` says what each name means now."""
+
+    engine: Engine
+    random: Random
+    kinds: dict[str, str]
+    folders: dict[str, Path]  # of each kind
+    asks: dict[str, Ask] = field(default_factory=dict)  # under way
+    done: list[Ask] = field(default_factory=list)
+    counts: dict[str, int] = field(default_factory=dict)
+    longest_wait: int = 0  # steps from arrival to the end
+    steps: int = 0
+
+    def __post_init__(self) -> None:
+        self._names = list(self.kinds)
+        self._weights = [1 / (rank + 1) for rank in range(len(self._names))]
+        self._words = iter(random_words(100_000, seed=self.random.randint(0, 10**6)))
+
+    def pick(self) -> str:
+        """A name, by zipf."""
+        return self.random.choices(self._names, self._weights)[0]
+
+    def count(self, what: str) -> None:
+        self.counts[what] = self.counts.get(what, 0) + 1
+
+    def ask(self) -> None:
+        name, word = self.pick(), next(self._words)
+        kind = self.kinds.get(name)
+        request_id = f"r{len(self.done)}-{self.steps}-{len(self.asks)}"
+        tokens = self.engine.tokenizer.apply_chat_template(
+            [{"role": "user", "content": word}], add_generation_prompt=True, tokenize=False
+        )
+        params = SamplingParams(temperature=0.0, max_tokens=16)
+        ids = self.engine.tokenizer.encode(tokens, add_special_tokens=False)
+        try:
+            self.engine.add_request(request_id, None, ids, params, name)
+        except AdapterNotFoundError:
+            assert kind is None, f"{name} is loaded, and unknown"
+            self.count("404")
+            return
+        assert kind is not None, f"{name} was unloaded, and answers"
+        self.asks[request_id] = Ask(name, kind, word, self.steps)
+
+    def replace(self) -> None:
+        """A new version of a name: another of the four."""
+        name, kind = self.pick(), self.random.choice(KINDS)
+        call = self.random.choice([self.engine.load_adapter, self.engine.register_adapter])
+        call(name, str(self.folders[kind]), load_inplace=True)
+        self.kinds[name] = kind
+        self.count("reload")
+
+    def unload(self) -> None:
+        name = self.pick()
+        if name in self.kinds:
+            self.engine.unload_adapter(name)
+            del self.kinds[name]
+            self.count("unload")
+
+    def abort(self) -> None:
+        if self.asks:
+            request_id = self.random.choice(list(self.asks))
+            assert self.engine.abort(request_id)
+            del self.asks[request_id]
+            self.count("abort")
+
+    def step(self) -> None:
+        self.steps += 1
+        for output in self.engine.step():
+            if output.finished:
+                self._end(output)
+
+    def _end(self, output: RequestOutput) -> None:
+        ask = self.asks.pop(output.request_id)
+        if output.error is not None:
+            raise AdapterError(output.error)
+        ask.answer = output.outputs[0].text
+        self.done.append(ask)
+        self.longest_wait = max(self.longest_wait, self.steps - ask.started_step)
+
+    def wrong(self) -> list[Ask]:
+        """Answers that are not the adapter's own."""
+        return [ask for ask in self.done if ask.answer != expected(ask.kind, ask.word)]
+
+    def mixed_up(self) -> list[Ask]:
+        """Wrong answers that are exactly what another adapter, or the base, would have said."""
+        others = (None, *KINDS)
+        return [
+            ask
+            for ask in self.wrong()
+            if any(ask.answer == expected(other, ask.word) for other in others)
+        ]

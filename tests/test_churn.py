@@ -1,0 +1,124 @@
+"""500 adapters of which 16 fit, under traffic that loads, replaces, unloads and aborts."""
+
+import time
+from pathlib import Path
+from random import Random
+
+import pytest
+from helpers_churn import KINDS, Churn, link, open_files, vexpert_threads
+from helpers_demo import expected
+
+from vexpert.config import EngineConfig
+from vexpert.demo import adapter_paths, model_path
+from vexpert.engine.engine import Engine
+from vexpert.engine.sampling_params import SamplingParams
+from vexpert.lora.manager import AdapterManager
+
+NAMES = 500
+FIT = 16
+REQUESTS = 160
+
+
+def make(tmp_path: Path, **options: object) -> Engine:
+    options = {"device": "cpu", "dtype": "float32", "kv_cache_memory": 1 << 24, **options}
+    return Engine(EngineConfig.from_options(model=str(model_path()), **options))
+
+
+def adapter_bytes(engine: Engine) -> int:
+    """Bytes of the four on average, rounded up."""
+    sizes = []
+    for kind, path in adapter_paths().items():
+        sizes.append(engine.load_adapter(f"size of {kind}", str(path)).host_bytes)
+        engine.unload_adapter(f"size of {kind}")
+    return -(-sum(sizes) // len(sizes))
+
+
+@pytest.fixture(scope="module")
+def size(tmp_path_factory: pytest.TempPathFactory) -> int:
+    return adapter_bytes(make(tmp_path_factory.mktemp("size")))
+
+
+def test_churn(tmp_path: Path, size: int) -> None:
+    random = Random(5)
+    kinds = {f"user{i}": KINDS[i % 4] for i in range(NAMES)}
+    for name, kind in kinds.items():
+        link(kind, tmp_path / "dir" / name)
+    files = open_files()
+    engine = make(
+        tmp_path,
+        lora_memory=FIT * size,
+        lora_host_memory=40 * size,
+        lora_dir=str(tmp_path / "dir"),
+        lora_dir_interval=3600.0,
+        max_num_seqs=24,
+        max_requests_per_lora=8,
+    )
+    assert [info.state for info in engine.adapters()] == ["registered"] * NAMES
+    churn = Churn(engine, random, kinds, adapter_paths())
+    while len(churn.done) < REQUESTS:
+        for _ in range(random.randint(0, 4) if len(churn.asks) < 60 else 0):
+            churn.ask()
+        act = random.choices([churn.replace, churn.unload, churn.abort, None], [12, 8, 12, 68])[0]
+        if act is not None:
+            act()
+        churn.step()
+        if churn.steps % 10 == 0:
+            engine.check_integrity()
+            usage = engine.stats().adapters
+            assert usage.device_used <= usage.device_bytes
+    while churn.asks:
+        churn.step()
+    assert not churn.mixed_up()
+    assert len(churn.wrong()) <= 0.03 * len(churn.done)
+    assert all(churn.counts[what] > 3 for what in ("reload", "unload", "abort", "404"))
+    assert len({ask.name for ask in churn.done}) > 60
+    usage = engine.stats().adapters
+    assert usage.evictions > 20
+    assert usage.device_used - usage.device_payload <= 0.05 * usage.device_used
+    # Every request ends within: its reading and copying, 64 that pass it, and the older ones.
+    assert churn.longest_wait < 400
+    assert_nothing_is_left(engine, files)
+
+
+def assert_nothing_is_left(engine: Engine, files: int) -> None:
+    for info in engine.adapters():
+        engine.unload_adapter(info.name)
+    engine.check_integrity()
+    assert engine.adapters() == []
+    usage = engine.stats().adapters
+    assert (usage.device_used, usage.host_used, usage.host_adapters) == (0, 0, 0)
+    assert engine.stats().kv_blocks_used == 0
+    manager = engine._adapters
+    assert isinstance(manager, AdapterManager)
+    assert not manager._versions
+    assert not manager._host._copies
+    deadline = time.monotonic() + 10
+    while "vexpert-loader" in vexpert_threads() or open_files() != files:
+        assert time.monotonic() < deadline, (vexpert_threads(), open_files(), files)
+        time.sleep(0.05)
+
+
+def test_a_reload_during_a_stream(tmp_path: Path, size: int) -> None:
+    """The running stream is the old version to its end, the next request is the new one."""
+    engine = make(tmp_path, lora_memory=4 * size)
+    paths = adapter_paths()
+    engine.load_adapter("x", str(paths["upper"]))
+    word = "streaming"
+    text = engine.tokenizer.apply_chat_template(
+        [{"role": "user", "content": word}], add_generation_prompt=True, tokenize=False
+    )
+    tokens = engine.tokenizer.encode(text, add_special_tokens=False)
+    params = SamplingParams(temperature=0.0, max_tokens=16)
+    engine.add_request("old", None, tokens, params, "x")
+    while not (outputs := engine.step()):
+        pass
+    assert outputs[0].outputs[0].text == "S"
+    engine.load_adapter("x", str(paths["reverse"]), load_inplace=True)
+    engine.add_request("new", None, tokens, params, "x")
+    answers = {}
+    while engine.has_unfinished():
+        for output in engine.step():
+            answers[output.request_id] = (output.outputs[0].text, output.num_cached_tokens)
+        engine.check_integrity()
+    assert answers == {"old": (word.upper(), 0), "new": (expected("reverse", word), 0)}
+    assert len(engine.adapters()) == 1

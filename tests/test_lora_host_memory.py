@@ -1,0 +1,114 @@
+"""Pinned slabs in front of a GPU, and copies beside its kernels. What needs no GPU runs without."""
+
+import gc
+from pathlib import Path
+
+import pytest
+import torch
+from test_lora_manager import (
+    TARGETS,
+    FileReader,
+    acquire,
+    assert_slot_is,
+    finish,
+    folder,
+    wait_until,
+)
+
+from vexpert.config import EngineConfig
+from vexpert.lora import host_memory
+from vexpert.lora.host_memory import HostMemory
+from vexpert.lora.manager import AdapterManager
+from vexpert.lora.transfer import Transfer, copy_stream
+from vexpert.lora.types import LoraState
+
+needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+
+
+@pytest.fixture
+def pinned(monkeypatch: pytest.MonkeyPatch) -> set[int]:
+    """Addresses that are pinned now: registering memory is only noted."""
+    found: set[int] = set()
+    monkeypatch.setattr(host_memory, "_pin", lambda buffer: found.add(buffer.data_ptr()))
+    monkeypatch.setattr(host_memory, "_unpin", lambda buffer: found.remove(buffer.data_ptr()))
+    return found
+
+
+def test_slabs_are_divided_by_the_byte_and_given_back(pinned: set[int]) -> None:
+    memory = HostMemory(pinned=True, slab_bytes=1000)
+    memory.reserve()
+    memory.reserve()
+    assert (memory.slab_bytes, len(pinned)) == (1008, 1)
+    buffers = [memory.allocate(100, torch.float32) for _ in range(2)]  # 400 bytes each
+    for value, buffer in enumerate(buffers):
+        buffer.fill_(value)
+    assert len(pinned) == 1
+    large = memory.allocate(500, torch.float32)  # more than a slab
+    assert memory.slab_bytes == 1008 + 2000
+    assert [int(buffer.sum()) for buffer in buffers] == [0, 100]
+    memory.free(large)
+    assert (memory.slab_bytes, len(pinned)) == (1008, 1)
+    memory.free(buffers[0])
+    again = memory.allocate(100, torch.float32)
+    assert again.data_ptr() == buffers[0].data_ptr()
+    for buffer in (again, buffers[1]):
+        memory.free(buffer)
+    assert memory.slab_bytes == 1008  # the last one stays, for the next load
+    del memory
+    gc.collect()
+    assert not pinned
+
+
+def test_plain_memory_needs_no_slab() -> None:
+    memory = HostMemory(pinned=False)
+    memory.reserve()
+    buffer = memory.allocate(10, torch.bfloat16)
+    assert buffer.shape == (10,)
+    memory.free(buffer)
+    assert memory.slab_bytes == 0
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_copy_runs_beside_the_steps_and_arrives_whole() -> None:
+    device = torch.device("cuda")
+    memory = HostMemory(pinned=True, slab_bytes=1 << 26)
+    source = memory.allocate(1 << 23, torch.float32)
+    assert source.is_pinned()
+    source.copy_(torch.arange(1 << 23))
+    target = torch.zeros(1 << 23, device=device)
+    transfer = Transfer(source, target, copy_stream(device))
+    assert not transfer.is_done()
+    work = torch.ones(2048, 2048, device=device)
+    while transfer.advance(1 << 23):
+        work = work @ work / 2048
+    wait_until(transfer.is_done)
+    assert torch.equal(target.cpu(), source)
+    assert bool((work == 1).all())
+    memory.free(source)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_adapters_come_and_go_on_a_gpu(tmp_path: Path) -> None:
+    """Three fit, seven take turns, with moves of those that are in use."""
+    config = EngineConfig(max_loras=3, lora_memory=8000, lora_host_memory=1 << 16)
+    device = torch.device("cuda")
+    manager = AdapterManager(TARGETS, LoraState(), config, device, torch.float32, FileReader())
+    for seed in range(7):
+        manager.register(f"a{seed}", folder(tmp_path, f"a{seed}", seed))
+    kept = manager.resolve("a0")
+    manager.hold(kept)
+    slot = acquire(manager, kept)
+    for seed in (1, 2, 3, 4, 5, 6, 1, 2, 3):
+        ref = manager.resolve(f"a{seed}")
+        manager.hold(ref)
+        assert_slot_is(manager, acquire(manager, ref), seed)
+        assert_slot_is(manager, slot, 0)
+        finish(manager, ref)
+        manager.check_integrity()
+    finish(manager, kept)
+    for info in manager.list():
+        manager.unload(info.name)
+    assert manager.pool.arena.used_bytes == 0
+    manager.check_integrity()

@@ -1,0 +1,235 @@
+"""The fast tier: adapters in slots of the device's arena. The engine's thread, between two steps.
+
+One adapter at a time is installed: evict until its bytes are free, slide others until they lie
+together, copy, publish. Every step does a bounded part of that, so that no step is held up.
+"""
+
+import time
+from collections import deque
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+import torch
+
+from vexpert.log import get_logger
+from vexpert.lora.adapter_version import Version
+from vexpert.lora.pool import SlotPool
+from vexpert.lora.transfer import Transfer, copy_stream
+from vexpert.lora.types import Wait
+
+logger = get_logger(__name__)
+
+
+@dataclass(frozen=True)
+class Pace:
+    """Bytes that one step may copy: a rate times the time since the step before, or `least`."""
+
+    rate: float  # bytes a second
+    least: int
+    move: int  # bytes that one step may slide within the arena; one adapter at least
+
+    def copy_bytes(self, seconds: float) -> int:
+        return max(self.least, int(self.rate * min(seconds, 1.0)))
+
+
+# A GPU's copies run beside its kernels: half of what the bus can do. A CPU copies between two
+# steps: a tenth of its time.
+GPU_PACE = Pace(rate=25e9, least=64 << 20, move=256 << 20)
+CPU_PACE = Pace(rate=0.5e9, least=4 << 20, move=16 << 20)
+UNLIMITED = 1 << 62
+
+
+@dataclass
+class _Install:
+    """The adapter that is on its way to the device."""
+
+    version: Version
+    slot: int | None = None  # once it has a block
+    transfer: Transfer | None = None
+
+
+class DeviceTier:
+    """Who is in which slot. `settled(version)` is called when an install has ended, and
+    `fetch(version)` where a pinned one is not on the host.
+    """
+
+    def __init__(
+        self,
+        pool: SlotPool,
+        device: torch.device,
+        settled: Callable[[Version], None],
+        fetch: Callable[[Version], None],
+    ) -> None:
+        self.pool = pool
+        self.in_slot: dict[int, Version] = {}
+        self.evictions = 0
+        self._pace = GPU_PACE if device.type == "cuda" else CPU_PACE
+        self._stream = copy_stream(device)
+        self._settled, self._fetch = settled, fetch
+        self._install: _Install | None = None
+        self._pinned: deque[Version] = deque()  # to be installed without being asked for
+        self._waiting_pinned: list[Version] = []  # of them, those that found no room in this step
+        self._claims: set[int] = set()  # installed since the last pass: whoever asked comes first
+        self._last_step = time.monotonic()
+        self._copy_left = self._move_left = UNLIMITED
+
+    @property
+    def pinned_bytes(self) -> int:
+        """Bytes of the arena that pinned adapters take."""
+        return sum(v.device_bytes for v in self.in_slot.values() if v.is_pinned)
+
+    def can_ever_fit(self, nbytes: int) -> bool:
+        """Whether `nbytes` fit beside what never leaves."""
+        allocator, itemsize = self.pool.arena.allocator, self.pool.arena.itemsize
+        need = allocator.rounded(nbytes // itemsize) * itemsize
+        slots = sum(version.is_pinned for version in self.in_slot.values())
+        return need + self.pinned_bytes <= self.pool.arena.nbytes and slots < self.pool.num_slots
+
+    def begin_step(self, is_idle: bool) -> None:
+        """A new step: new budgets, none if nobody runs, and the install under way goes on."""
+        now = time.monotonic()
+        self._copy_left = UNLIMITED if is_idle else self._pace.copy_bytes(now - self._last_step)
+        self._move_left = UNLIMITED if is_idle else self._pace.move
+        self._last_step = now
+        self._claims.clear()
+        self._work()
+        self._pinned.extend(self._waiting_pinned)
+        self._waiting_pinned.clear()
+        while self._pinned and self._install is None:
+            self._install_pinned(self._pinned.popleft())
+
+    def _install_pinned(self, version: Version) -> None:
+        if version.slot is not None or version.retired:
+            return
+        if version.host is None:
+            self._fetch(version)  # it is pinned again when it has come
+        elif not self._begin(version):
+            self._waiting_pinned.append(version)
+
+    def pin(self, version: Version) -> None:
+        """Install `version`, which is never to leave, as soon as it is on the host."""
+        self._pinned.append(version)
+
+    def acquire(self, version: Version) -> int | Wait:
+        """Pin `version` in its slot for one request; installs it if it is on the host."""
+        if version.slot is None:
+            if version.host is None or self._install is not None:
+                return Wait.COMING
+            if not self._begin(version):
+                return Wait.NO_ROOM
+            if version.slot is None:
+                return Wait.COMING
+        self.pool.pin(version.slot)
+        self._claims.discard(version.slot)
+        return version.slot
+
+    def release(self, version: Version) -> None:
+        """Undo one `acquire`."""
+        assert version.slot is not None, f"{version.ref} has no slot"
+        self.pool.unpin(version.slot)
+
+    def prefetch(self, versions: Iterable[Version]) -> None:
+        """Install the first of `versions` that needs it, if nothing wanted has to leave for it."""
+        if self._install is None:
+            for version in versions:
+                if version.slot is None and version.host is not None:
+                    self._begin(version, keep=self._wanted())
+                    return
+
+    def remove(self, version: Version) -> None:
+        """Free the slot of `version`, which nobody uses."""
+        if version.slot is not None:
+            self.pool.remove(version.slot)
+            self._leave(version.slot)
+
+    def is_pinned(self, version: Version) -> bool:
+        """Whether a running request uses the slot of `version`."""
+        return version.slot is not None and self.pool.is_pinned(version.slot)
+
+    def check_integrity(self) -> None:
+        """Assert that slots and versions agree, and the pool with itself."""
+        self.pool.check_integrity()
+        filling = None if self._install is None else self._install.slot
+        for slot in range(self.pool.num_slots):
+            taken = slot in self.in_slot or slot == filling
+            assert taken == self.pool.is_taken(slot), f"slot {slot} has no owner"
+        for slot, version in self.in_slot.items():
+            assert version.slot == slot, f"{version.ref} in slot {slot} says {version.slot}"
+            assert version.device_bytes == self.pool.resident_bytes(slot)
+
+    def _wanted(self) -> set[int]:
+        return {slot for slot, version in self.in_slot.items() if version.holds}
+
+    def _begin(self, version: Version, keep: Iterable[int] = ()) -> bool:
+        """Make room for `version` and begin its install; False: there is no room now."""
+        assert version.host is not None
+        pinned = {slot for slot, other in self.in_slot.items() if other.is_pinned}
+        stay = pinned | self._claims | set(keep)
+        evicted = self.pool.make_room(version.host.packed.nbytes, stay, self._wanted())
+        if evicted is None:
+            return False
+        for slot in evicted:
+            self._leave(slot).evictions += 1
+            self.evictions += 1
+        version.is_copying = True
+        self._install = _Install(version)
+        self._work()
+        return True
+
+    def _leave(self, slot: int) -> Version:
+        version = self.in_slot.pop(slot)
+        version.slot, version.device_bytes = None, 0
+        self._claims.discard(slot)
+        return version
+
+    def _work(self) -> None:
+        """Go on with the install as far as this step's budgets allow."""
+        if self._install is None:
+            return
+        try:
+            if self._advance(self._install):
+                self._finish(self._install)
+        except RuntimeError as error:  # the device's own: out of memory, a failed copy
+            self._give_up(self._install, error)
+
+    def _advance(self, install: _Install) -> bool:
+        """Whether the weights are whole on the device."""
+        host = install.version.host
+        assert host is not None
+        packed = host.packed
+        while install.slot is None:
+            install.slot = self.pool.reserve(packed)
+            if install.slot is None:
+                if self._move_left <= 0:
+                    return False
+                self._move_left -= self.pool.move(packed.nbytes)
+        if install.transfer is None:
+            place = self.pool.place_of(install.slot)
+            install.transfer = Transfer(packed.buffer, place, self._stream)
+        if self._copy_left > 0:
+            self._copy_left -= install.transfer.advance(self._copy_left)
+        return install.transfer.is_done()
+
+    def _finish(self, install: _Install) -> None:
+        version, slot = install.version, install.slot
+        assert slot is not None
+        self.pool.publish(slot)
+        version.slot, version.is_copying = slot, False
+        version.device_bytes = self.pool.resident_bytes(slot)
+        self.in_slot[slot] = version
+        self._claims.add(slot)
+        self._install = None
+        self._settled(version)
+
+    def _give_up(self, install: _Install, error: RuntimeError) -> None:
+        version = install.version
+        if self._stream is not None and install.transfer is not None:
+            self._stream.synchronize()  # nothing may write to the block once it is free
+        if install.slot is not None:
+            self.pool.remove(install.slot)
+        version.is_copying = False
+        cause = (str(error) or type(error).__name__).splitlines()[0]
+        version.error = f"adapter {version.ref.name!r}: the device could not take it: {cause}"
+        logger.error("%s", version.error)
+        self._install = None
+        self._settled(version)

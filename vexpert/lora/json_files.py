@@ -1,0 +1,54 @@
+"""JSON objects of an adapter folder, read with care for what such a folder may hold."""
+
+import json
+import stat
+from pathlib import Path
+from typing import Any
+
+from vexpert.config import shown
+from vexpert.errors import AdapterError
+
+
+def check_regular(path: Path) -> None:
+    """AdapterError if `path`, links followed, is a pipe, socket or device: to open it may hang.
+
+    A folder passes: the reader's own error says more. Raises OSError as `stat` does.
+    """
+    mode = path.stat().st_mode
+    if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
+        raise AdapterError(f"{path} is not a regular file: copy the adapter's own files there")
+
+
+def read_json(path: Path) -> dict[str, Any]:
+    """A JSON object from a file; AdapterError when it is missing, broken, or not an object."""
+    try:
+        check_regular(path)
+        raw = parse_json(path.read_text(encoding="utf-8"))
+    except AdapterError:
+        raise
+    except FileNotFoundError:
+        raise AdapterError(
+            f"{path} is missing: the folder holds no adapter; give the folder that PEFT's "
+            "save_pretrained wrote"
+        ) from None
+    except OSError as error:
+        raise AdapterError(f"{path} cannot be read: {error.strerror or error}") from None
+    except (ValueError, RecursionError) as error:
+        raise AdapterError(f"{path} is not valid JSON ({error}); save the adapter again") from None
+    if not isinstance(raw, dict):
+        raise AdapterError(f"{path} holds a JSON {type(raw).__name__}, not an object")
+    return raw
+
+
+def parse_json(text: str) -> Any:
+    """`json.loads`, but a ValueError where an object has one key twice: which counts is unknown."""
+    return json.loads(text, object_pairs_hook=_object)
+
+
+def _object(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        keys = [key for key, _ in pairs]
+        twice = next(key for key in keys if keys.count(key) > 1)
+        raise ValueError(f"the key {shown(twice)} is there twice; keep one")
+    return found

@@ -1,0 +1,106 @@
+"""Threads that read adapters, so that the engine's thread never waits for a file.
+
+Daemon threads: one that hangs in a dead file system must not keep the process alive. One that is
+stuck is replaced, up to a limit, so that it does not hold up the other adapters either.
+"""
+
+import contextlib
+import sys
+import threading
+import time
+from collections import deque
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+THREADS = 2  # that read at once; each packs with threads of its own
+MOST_THREADS = 16  # together with those that are stuck
+STUCK_AFTER = 5.0  # seconds at one job
+IDLE_END = 1.0  # seconds without a job after which a thread ends
+
+
+class Job(NamedTuple):
+    """`work` is done on a thread; `done` always hears of it: of the result or of the error."""
+
+    work: Callable[[], Any]
+    done: Callable[[Any, BaseException | None], None]
+
+
+class LoaderPool:
+    """Jobs in order of arrival. Threads exist while there is work."""
+
+    def __init__(
+        self, threads: int = THREADS, most: int = MOST_THREADS, stuck_after: float = STUCK_AFTER
+    ) -> None:
+        self._threads, self._most, self._stuck_after = threads, most, stuck_after
+        self._changed = threading.Condition()
+        self._queue: deque[Job] = deque()
+        self._idle = 0
+        self._busy: dict[int, float] = {}  # thread ident -> when it began its job, monotonic
+        self._started = 0
+
+    def submit(
+        self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]
+    ) -> None:
+        """Run `work` on a thread, then `done(result, error)` on the same thread."""
+        with self._changed:
+            self._queue.append(Job(work, done))
+            self._changed.notify()
+            self._start_missing()
+
+    def tend(self) -> None:
+        """Replace threads that are stuck while others wait. Cheap: called at each step."""
+        if self._queue:
+            with self._changed:
+                self._start_missing()
+
+    def counts(self) -> tuple[int, int, int]:
+        """(jobs that wait, threads at a job, those of them that are stuck)."""
+        with self._changed:
+            return len(self._queue), len(self._busy), self._stuck()
+
+    def _stuck(self) -> int:
+        limit = time.monotonic() - self._stuck_after
+        return sum(began < limit for began in self._busy.values())
+
+    def _start_missing(self) -> None:
+        alive = self._started
+        wanted = min(len(self._queue) - self._idle, self._threads - (alive - self._stuck()))
+        for _ in range(min(wanted, self._most - alive)):
+            self._started += 1
+            threading.Thread(target=self._run, name="vexpert-loader", daemon=True).start()
+
+    def _run(self) -> None:
+        try:
+            while (job := self._next()) is not None:
+                self._do(job)
+                # What a job holds, such as a whole file, must not live on in an idle thread.
+                del job
+        finally:
+            with self._changed:
+                self._started -= 1
+                self._start_missing()
+
+    def _next(self) -> Job | None:
+        with self._changed:
+            if not self._queue:
+                self._idle += 1
+                self._changed.wait_for(lambda: bool(self._queue), IDLE_END)
+                self._idle -= 1
+            if not self._queue:
+                return None
+            self._busy[threading.get_ident()] = time.monotonic()
+            return self._queue.popleft()
+
+    def _do(self, job: Job) -> None:
+        result: Any = None
+        error: BaseException | None = None
+        try:
+            with contextlib.suppress(Exception):  # `done` hears of it
+                try:
+                    result = job.work()
+                finally:
+                    error = sys.exception()
+        finally:  # also where the thread is ended: SystemExit is no Exception
+            with self._changed:
+                del self._busy[threading.get_ident()]
+            job.done(result, error)

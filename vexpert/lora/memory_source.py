@@ -1,0 +1,61 @@
+"""An adapter that comes as tensors, from a trainer in this process, instead of as files."""
+
+import json
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from vexpert.config import shown
+from vexpert.errors import AdapterError
+from vexpert.lora.files import Tensors, check_tensors
+from vexpert.lora.patterns import ORDER
+
+
+@dataclass(frozen=True)
+class AdapterTensors:
+    """What the two files of an adapter folder hold; keys as in adapter_model.safetensors."""
+
+    config: dict[str, Any]
+    tensors: Tensors
+
+    def __str__(self) -> str:
+        return "from memory"
+
+    def checked(self) -> Tensors:
+        """The tensors on the host, held to what a file's tensors are held to."""
+        check_tensors(str(self), self.tensors)
+        return {key: x.detach().to("cpu").contiguous() for key, x in self.tensors.items()}
+
+
+def adapter_tensors(tensors: Any, config: Any) -> AdapterTensors:
+    """Checked arguments of a load from memory. AdapterError says what they must be.
+
+    `config`: the fields of adapter_config.json, or an object with `to_dict`, such as PEFT's.
+    """
+    if not isinstance(tensors, Mapping) or not all(
+        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
+    ):
+        raise AdapterError(f"tensors={shown(tensors)}: give a dict of name: torch.Tensor")
+    fields = config.to_dict() if hasattr(config, "to_dict") else config
+    if not isinstance(fields, Mapping):
+        raise AdapterError(
+            f"config={shown(config)}: give the fields of adapter_config.json as a dict"
+        )
+    if hasattr(config, "to_dict"):
+        fields = {ORDER: "trainer", **fields}  # an object, unlike a file, has kept its order
+    return AdapterTensors(_plain(fields), dict(tensors))
+
+
+def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
+    """The fields as JSON would hold them: PEFT's own config has sets and enums."""
+    try:
+        plain: dict[str, Any] = json.loads(json.dumps(dict(fields), default=_as_json))
+    except (TypeError, ValueError) as error:
+        raise AdapterError(f"config cannot be written as JSON: {error}") from None
+    return plain
+
+
+def _as_json(value: Any) -> Any:
+    return sorted(value) if isinstance(value, set | frozenset) else str(value)
