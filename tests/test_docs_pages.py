@@ -45,6 +45,7 @@ def url() -> Iterator[str]:
         yield address
 
 
+@pytest.mark.xdist_group("quickstart")
 def test_the_quickstart(url: str) -> None:
     commands = steps(QUICKSTART)
     assert len(commands) == 7
@@ -62,6 +63,7 @@ def test_the_quickstart(url: str) -> None:
             assert "Serving Benchmark Result" in done.stdout
 
 
+@pytest.mark.xdist_group("quickstart")
 def test_the_quickstarts_client(url: str) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
     printed = StringIO()

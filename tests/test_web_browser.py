@@ -162,6 +162,27 @@ def test_charts_follow_the_figures(page: Browser) -> None:
     assert titles == ["Throughput, tokens/s", "Batch", "Memory in use"]
 
 
+def test_many_adapters(window: Browser) -> None:
+    engine = make_fake_engine()
+    for i in range(40):
+        engine.load_adapter(f"tenant-{i:02d}", "bundled")
+    with serving(engine) as server:
+        window.open(server.url)
+        window.wait(COUNT, 45)
+        assert window.text("#chosen") == "8 of 45 chosen"
+        window.type("#prompt", "hello")
+        window.press("Enter")
+        answers = window.wait(ANSWERS, 8)  # more than run at once
+        assert set(answers.values()) == {"hello", "olleh", "ifmmp", "ehllo"}
+        window.type("#filter", "-1")
+        assert window.wait(COUNT, 10)
+        window.click("#all")
+        assert window.text("#chosen") == "10 of 45 chosen"
+        rows = window.run("return document.querySelectorAll('#rows tr').length")
+        assert rows == 44
+        leave(window)
+
+
 def test_it_asks_for_a_key(window: Browser) -> None:
     options = ServerOptions((BASE,), api_keys=("secret",), status_interval=None)
     with serving(make_fake_engine(), options) as server:

@@ -9,7 +9,7 @@ export class Live {
   constructor(seconds) {
     this.throughput = new Chart("Throughput, tokens/s", ["generated", "prompt"], { least: 10, seconds });
     this.batch = new Chart("Batch", ["running", "waiting", "adapters"], { least: 5, seconds });
-    this.memory = new Chart("Memory in use", ["KV cache", "adapters", "host copies"], { unit: "%", most: 100, seconds });
+    this.memory = new Chart("Memory in use", ["KV cache", "adapters", "host"], { unit: "%", most: 100, seconds });
     byId("charts").append(this.throughput.element, this.batch.element, this.memory.element);
     this.before = null;
   }

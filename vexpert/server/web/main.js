@@ -14,6 +14,7 @@ const adapters = new Adapters(look);
 const live = new Live(SECONDS);
 let hasAdapters = true; // until the server says that it has no such route
 let looking = null;
+let wantsKey = false; // no use in asking on until somebody enters one
 
 function say(state, text) {
   byId("status").dataset.state = state;
@@ -42,13 +43,14 @@ async function lookOnce() {
   }
   const [models, infos, page] = told;
   show(models.data, infos, parse(page));
+  wantsKey = false;
   say("good", "serving");
 }
 
 function complain(error) {
-  const needsKey = error instanceof ApiError && error.status === 401;
-  if (needsKey) byId("key-form").hidden = false;
-  say("bad", needsKey ? "this server wants an API key" : `not reachable: ${error.message}`);
+  wantsKey = error instanceof ApiError && error.status === 401;
+  if (wantsKey) byId("key-form").hidden = false;
+  say("bad", wantsKey ? "this server wants an API key" : `not reachable: ${error.message}`);
 }
 
 function show(models, infos, samples) {
@@ -75,5 +77,5 @@ byId("key-form").addEventListener("submit", (event) => {
   look();
 });
 document.addEventListener("visibilitychange", () => document.hidden || look());
-setInterval(() => document.hidden || looking || look(), SECONDS * 1000);
+setInterval(() => document.hidden || looking || wantsKey || look(), SECONDS * 1000);
 look();
