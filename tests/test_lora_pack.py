@@ -19,6 +19,7 @@ from helpers_adapters import (
 from vexpert.errors import AdapterError
 from vexpert.lora.budget import full_adapter_bytes
 from vexpert.lora.pack import align_up, pack, start_alignment
+from vexpert.lora.parallel import run_all
 from vexpert.lora.pool import SlotPool
 from vexpert.lora.types import (
     AdapterWeights,
@@ -213,3 +214,11 @@ def test_pairs_of_single_experts_pack_as_stacked_ones_do(
     place = packed[0].buffer[entry.b_offset[0] + entry.b_stride[0] :][: 5 * 16].view(5, 16)
     expected = (stacked["down"].b[1].float() * scale).to(dtype).t()
     assert torch.equal(place, expected)
+
+
+def test_threads_share_the_callers_inference_mode() -> None:
+    """A tensor made in inference mode may be written to by every thread of one job."""
+    with torch.inference_mode():
+        made = torch.zeros(4)
+        run_all([lambda i=i: made[i].fill_(i) for i in range(4)], threads=4)
+    assert made.tolist() == [0, 1, 2, 3]

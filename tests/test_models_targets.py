@@ -82,10 +82,9 @@ def test_latent_projections() -> None:
 
 def test_no_targets_without_lora() -> None:
     model = tiny_model("qwen3_moe")
-    kinds = [type(module) for module in model.modules()]
     targets = served(model, enable_lora=False).targets
     assert not targets.targets
-    assert [type(module) for module in model.modules()] == kinds
+    assert not any(type(module).__module__.startswith("vexpert.lora") for module in model.modules())
 
 
 @pytest.mark.parametrize(

@@ -7,6 +7,7 @@ from functools import partial
 from vexpert.bench.draw import Draw
 from vexpert.bench.layer import BenchLayer
 from vexpert.bench.timer import Call
+from vexpert.ops.types import ExpertsLora
 
 
 @dataclass(frozen=True)
@@ -34,7 +35,11 @@ def _classic(layer: BenchLayer, draw: Draw) -> Call:
 
 
 def _routing(layer: BenchLayer, draw: Draw) -> Call:
-    """The grouping by virtual expert alone, over the rows that the base has arranged."""
+    """The order of the pairs, or the grouping by virtual expert of rows that the base arranged."""
+    fused = layer.fused
+    if fused is not None:
+        lora = ExpertsLora(draw.slots, draw.active_slots, *layer.sites)
+        return partial(fused.order, draw.topk_ids, lora)
     backend, experts = layer.backend, layer.shape.experts
     pairs = backend.arrange(draw.topk_ids, experts)
     slots = draw.slots[pairs.token]

@@ -24,7 +24,8 @@ from vexpert.models.experts import attach_experts
 from vexpert.models.probe import Probe
 from vexpert.models.swap import attach_runners
 from vexpert.models.targets import build_targets
-from vexpert.ops.backend import LoraBackend
+from vexpert.moe.runner import MoeRunner
+from vexpert.ops.backend import FusedExperts, LoraBackend
 from vexpert.ops.types import LoraSite, SiteTable
 
 PATH = "experts"
@@ -54,10 +55,17 @@ class BenchLayer:
         self.run.hooks = experts_hooks(target, self.state, backend)
 
     @property
-    def sites(self) -> tuple[tuple[LoraSite, SiteTable], ...]:
+    def sites(self) -> tuple[tuple[LoraSite, SiteTable], tuple[LoraSite, SiteTable]]:
         """gate_up, then down, each with its table."""
-        sites = (self.target.gate_up, self.target.down)
-        return tuple((site, self.pool.tables[site.index]) for site in sites)
+        up, down = self.target.gate_up, self.target.down
+        return (up, self.pool.tables[up.index]), (down, self.pool.tables[down.index])
+
+    @property
+    def fused(self) -> FusedExperts | None:
+        """The layer as one operation, where the backend has it."""
+        runner = self.run.runner
+        assert isinstance(runner, MoeRunner)
+        return runner.fused
 
     def forward(self, draw: Draw, with_lora: bool, classic: bool = False) -> torch.Tensor:
         """The layer's output [T, H] for one step."""

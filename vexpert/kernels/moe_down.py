@@ -59,6 +59,7 @@ def _down_tile(
     address,
     rank,
     num_pairs,
+    num_slots,
     depth,
     size,
     stride_we,
@@ -114,8 +115,9 @@ def _down_tile(
                 BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
             )  # fmt: skip
             used0, b_tile0 = load_b(
-                arena, address, rank, first0, exists0, r0, n, inside, size, num_pairs, 4, ALIGNMENT
-            )
+                arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs,
+                num_slots, 4, 1, TOP_K, IDENTITY, ALIGNMENT,
+            )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = inter_rows.load([start, first])
@@ -150,8 +152,8 @@ def _down_tile(
                     h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
                 else:
                     h_tile = shrunk_of_items(
-                        h, rank, first0, own, used0, r0, plane, num_pairs, max_rank, 4, dtype,
-                        PLANES,
+                        h, address, rank, first0, own, used0, r0, plane, num_pairs, num_slots,
+                        max_rank, 4, 1, TOP_K, IDENTITY, dtype, PLANES,
                     )  # fmt: skip
                 total = tl.dot(h_tile, b_tile0, total, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
@@ -162,15 +164,15 @@ def _down_tile(
                 r += step * BLOCK_R
                 own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
                 used, b_tile = load_b(
-                    arena, address, rank, first_at, exists, r, n, inside, size, num_pairs, 4,
-                    ALIGNMENT,
+                    arena, address, rank, first_at, exists, expert, r, n, inside, size, num_pairs,
+                    num_slots, 4, 1, TOP_K, IDENTITY, ALIGNMENT,
                 )  # fmt: skip
                 if BY_RUN:
                     h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
                 else:
                     h_tile = shrunk_of_items(
-                        h, rank, first_at, own, used, r, plane, num_pairs, max_rank, 4, dtype,
-                        PLANES,
+                        h, address, rank, first_at, own, used, r, plane, num_pairs, num_slots,
+                        max_rank, 4, 1, TOP_K, IDENTITY, dtype, PLANES,
                     )  # fmt: skip
                 total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
     pair = position
@@ -206,6 +208,7 @@ def _down_kernel(
     address,
     rank,
     num_pairs,
+    num_slots,
     num_experts,
     depth,
     size,
@@ -252,7 +255,8 @@ def _down_kernel(
         _down_tile(
             expert, tile, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias,
             topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
-            rank, num_pairs, depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K,
+            rank, num_pairs, num_slots, depth, size, stride_we, stride_wn, stride_wk, max_rank,
+            TOP_K,
             IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
             PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
             TAIL_M, BLOCK_N, BLOCK_K, PDL,
@@ -261,7 +265,8 @@ def _down_kernel(
         _down_tile(
             expert, tile, start, end, block, inter, inter_rows, weight, weight_rows, bias,
             topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
-            rank, num_pairs, depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K,
+            rank, num_pairs, num_slots, depth, size, stride_we, stride_wn, stride_wk, max_rank,
+            TOP_K,
             IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
             PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
             BLOCK_M, BLOCK_N, BLOCK_K, PDL,
@@ -307,6 +312,7 @@ def moe_down(
         order.num_tiles,
         *expand_tensors(lora, order, none),
         pairs,
+        0 if lora is None else lora.factors.num_slots,
         order.num_experts,
         depth,
         size,

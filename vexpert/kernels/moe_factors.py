@@ -21,8 +21,6 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
-
 
 @dataclass(frozen=True)
 class SiteFactors:
@@ -124,30 +122,6 @@ def store_site(
         tl.store(rank_at + row, b_rank, mask=inside)
 
 
-@triton.jit
-def _identity_kernel(
-    topk_ids, slots, address, rank_at, num_pairs, num_experts, num_slots,
-    up_table, down_table,
-    TOP_K: tl.constexpr, GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
-    BLOCK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    pdl_wait(PDL)
-    pdl_release(PDL)
-    position = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = position < num_pairs
-    expert = tl.load(topk_ids + position, mask=inside, other=-1)
-    slot = tl.load(slots + position // TOP_K, mask=inside, other=-1)
-    active = (slot >= 0) & (expert >= 0) & (expert < num_experts)
-    store_site(
-        position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-        up_table, 0, 2, GATE_SLICES, HAS_UP,
-    )  # fmt: skip
-    store_site(
-        position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-        down_table, 1, 4, 1, HAS_DOWN,
-    )  # fmt: skip
-
-
 def factor_arguments(factors: PairFactors | None, none: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """address, rank and the table of either site, as the kernels that fill them take them."""
     if factors is None:
@@ -167,27 +141,3 @@ def factor_options(factors: PairFactors | None) -> dict[str, int | bool]:
         "HAS_UP": up is not None,
         "HAS_DOWN": factors.down is not None,
     }
-
-
-def fill_identity(
-    factors: PairFactors, topk_ids: torch.Tensor, num_experts: int, pdl: bool
-) -> None:
-    """Fill `factors` for pair p at position p."""
-    pairs = topk_ids.numel()
-    address, rank, *tables = factor_arguments(factors, topk_ids)
-    block = power_of_two(pairs, 16, 64)
-    _identity_kernel[(triton.cdiv(pairs, block),)](
-        topk_ids,
-        factors.slots,
-        address,
-        rank,
-        pairs,
-        num_experts,
-        factors.num_slots,
-        *tables,
-        TOP_K=topk_ids.shape[1],
-        **factor_options(factors),
-        BLOCK=block,
-        num_warps=1,
-        **pdl_options(pdl),
-    )

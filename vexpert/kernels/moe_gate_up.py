@@ -78,7 +78,10 @@ def expand_tensors(
     assert order.factors is not None
     runs = lora.runs
     lists = (none, none) if runs is None else (runs.tile_runs, runs.tile_num_runs)
-    return *lists, lora.h, lora.factors.arena, order.factors.address, order.factors.rank
+    found = order.factors.address, order.factors.rank
+    if order.is_identity:
+        found = order.factors.slots, lora.factors.packed
+    return *lists, lora.h, lora.factors.arena, *found
 
 
 def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
@@ -92,8 +95,8 @@ def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
         "HAS_LORA": True,
         "PLANES": lora.h.shape[0],
         "BY_RUN": lora.runs is not None,
-        # A dot is at least 16 deep, and a tile of B at most 128 rows.
-        "GROUP": max(min(lora.group, 128 // block_r), 16 // block_r),
+        # B's tile is bounded: tiles with runs are large, and little shared memory is left.
+        "GROUP": max(1, min(lora.group, (128 if lora.runs is None else 64) // block_r)),
         "ITEM_STAGES": lora.item_stages,
         "PREFETCH": lora.prefetch and lora.factors.slice_max_rank <= block_r,
         "EARLY": lora.early and lora.factors.slice_max_rank <= block_r,
@@ -124,6 +127,7 @@ def _gate_up_tile(
     address,
     rank,
     num_pairs,
+    num_slots,
     depth,
     size,
     stride_x,
@@ -180,6 +184,7 @@ def _gate_up_tile(
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     if HAS_LORA:
         dtype: tl.constexpr = arena.dtype.element_ty
+        GATE_SLICES: tl.constexpr = 2 if GATED else 1
         plane = num_pairs * max_rank
         if EARLY:
             pdl_wait(PDL)
@@ -198,12 +203,13 @@ def _gate_up_tile(
                 BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
             )  # fmt: skip
             gate_used0, b_gate0 = load_b(
-                arena, address, rank, first0, exists0, r0, n, inside, size, num_pairs, 2, ALIGNMENT
-            )
+                arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs,
+                num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+            )  # fmt: skip
             if GATED:
                 up_used0, b_up0 = load_b(
-                    arena, address, rank, first0, exists0, r0, n, inside, size, num_pairs, 3,
-                    ALIGNMENT,
+                    arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs,
+                    num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
                 )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
@@ -257,8 +263,8 @@ def _gate_up_tile(
                     h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
                 else:
                     h_gate = shrunk_of_items(
-                        h, rank, first0, own, gate_used0, r0, plane, num_pairs, max_rank, 2, dtype,
-                        PLANES,
+                        h, address, rank, first0, own, gate_used0, r0, plane, num_pairs, num_slots,
+                        max_rank, 2, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
                     )  # fmt: skip
                 gate = tl.dot(h_gate, b_gate0, gate, input_precision=PRECISION)
                 if GATED:
@@ -266,8 +272,8 @@ def _gate_up_tile(
                         h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
                     else:
                         h_up = shrunk_of_items(
-                            h, rank, first0, own, up_used0, r0, plane, num_pairs, max_rank, 3,
-                            dtype, PLANES,
+                            h, address, rank, first0, own, up_used0, r0, plane, num_pairs,
+                            num_slots, max_rank, 3, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
                         )  # fmt: skip
                     up = tl.dot(h_up, b_up0, up, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
@@ -278,20 +284,20 @@ def _gate_up_tile(
                 r += step * BLOCK_R
                 own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
                 gate_used, b_gate = load_b(
-                    arena, address, rank, first_at, exists, r, n, inside, size, num_pairs, 2,
-                    ALIGNMENT,
+                    arena, address, rank, first_at, exists, expert, r, n, inside, size, num_pairs,
+                    num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
                 )  # fmt: skip
                 if GATED:
                     up_used, b_up = load_b(
-                        arena, address, rank, first_at, exists, r, n, inside, size, num_pairs, 3,
-                        ALIGNMENT,
+                        arena, address, rank, first_at, exists, expert, r, n, inside, size,
+                        num_pairs, num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
                     )  # fmt: skip
                 if BY_RUN:
                     h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
                 else:
                     h_gate = shrunk_of_items(
-                        h, rank, first_at, own, gate_used, r, plane, num_pairs, max_rank, 2, dtype,
-                        PLANES,
+                        h, address, rank, first_at, own, gate_used, r, plane, num_pairs, num_slots,
+                        max_rank, 2, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
                     )  # fmt: skip
                 gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
                 if GATED:
@@ -299,8 +305,8 @@ def _gate_up_tile(
                         h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
                     else:
                         h_up = shrunk_of_items(
-                            h, rank, first_at, own, up_used, r, plane, num_pairs, max_rank, 3,
-                            dtype, PLANES,
+                            h, address, rank, first_at, own, up_used, r, plane, num_pairs,
+                            num_slots, max_rank, 3, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
                         )  # fmt: skip
                     up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
     out = activate(gate, up, ACTIVATION, ALPHA, LIMIT).to(inter.dtype.element_ty)
@@ -329,6 +335,7 @@ def _gate_up_kernel(
     address,
     rank,
     num_pairs,
+    num_slots,
     num_experts,
     depth,
     size,
@@ -381,7 +388,8 @@ def _gate_up_kernel(
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, depth, size,
+            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, num_slots,
+            depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
             SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
             PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
@@ -390,7 +398,8 @@ def _gate_up_kernel(
     else:
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, depth, size,
+            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, num_slots,
+            depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
             SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
             PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
@@ -435,6 +444,7 @@ def moe_gate_up(
         order.num_tiles,
         *expand_tensors(lora, order, none),
         pairs,
+        0 if lora is None else lora.factors.num_slots,
         order.num_experts,
         depth,
         size,

@@ -26,7 +26,6 @@ from vexpert.kernels.moe_factors import (
     PairFactors,
     factor_arguments,
     factor_options,
-    fill_identity,
     store_site,
 )
 
@@ -203,11 +202,11 @@ def identity_order(
     factors: PairFactors | None,
     num_experts: int,
     block_m: int,
-    pdl: bool = False,
 ) -> PairOrder:
-    """Pair p at position p, each pair a tile: no launch but for factors. For a handful of pairs."""
-    if factors is not None:
-        fill_identity(factors, topk_ids, num_experts, pdl)
+    """Pair p at position p, each pair a tile; no launch. For a handful of pairs.
+
+    Kernels then read the site tables themselves; the arrays of `factors` stay empty.
+    """
     return make_order(topk_ids, factors, (topk_ids,) * 9, block_m, num_experts, is_identity=True)
 
 

@@ -8,7 +8,7 @@ or BLOCK_M positions, whose runs it does one after another (few, long runs).
 | array | shape | holds |
 |---|---|---|
 | hidden | [T, H], or [P, H] when SCALED or BY_POSITION | inputs of tokens, pairs or positions |
-| address, rank_at | [P] | this site's rows of `moe_factors` |
+| address, rank_at | [P] | this site's rows of `moe_factors`; IDENTITY: slots, packed table |
 | h | [PLANES, P, max_rank] float32 | by position; columns from the slot's rank on unspecified |
 """
 
@@ -36,9 +36,9 @@ class ShrinkShape:
 
 @triton.jit
 def _shrink_run(
-    at, stop, hidden, pair_at, arena, address, rank, plane, left, right, depth, max_rank, stride_x,
+    at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth, max_rank, stride_x,
     TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr, IDENTITY: tl.constexpr,
-    EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
+    EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
     """Positions at ... stop, at most BLOCK_M of them, of one slot and expert."""
@@ -52,7 +52,7 @@ def _shrink_run(
             source = source // TOP_K
     k = tl.arange(0, BLOCK_K)
     x_line = hidden + source.to(tl.int64)[:, None] * stride_x + k[None, :]
-    a = arena + tl.multiple_of(tl.load(address + at), ALIGNMENT)
+    a = arena + a_at
     for r in range(0, rank, BLOCK_R):
         inner = r + tl.arange(0, BLOCK_R)
         used = inner < rank
@@ -73,8 +73,8 @@ def _shrink_run(
 
 @triton.jit
 def _shrink_kernel(
-    hidden, pair_at, run_start, run_end, arena, address, rank_at, h, num_pairs, depth, part,
-    max_rank, stride_x,
+    hidden, topk_ids, pair_at, run_start, run_end, arena, address, rank_at, h, num_pairs,
+    num_experts, num_slots, depth, part, max_rank, stride_x,
     TOP_K: tl.constexpr, RUNS: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr,
     IDENTITY: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
@@ -98,11 +98,22 @@ def _shrink_kernel(
         stop = end
         if not RUNS:
             stop = tl.minimum(tl.load(run_end + at), end)
-        rank = tl.load(rank_at + at)
+        if IDENTITY:
+            slot = tl.load(address + at // TOP_K)
+            expert = tl.load(topk_ids + at).to(tl.int64)
+            there = (slot >= 0) & (expert >= 0) & (expert < num_experts)
+            rank = tl.load(rank_at + slot, mask=there, other=0)
+            a_at = tl.load(rank_at + num_slots + slot, mask=there, other=0)
+            a_at += expert * tl.load(rank_at + 2 * num_slots + slot, mask=there, other=0)
+        else:
+            rank = tl.load(rank_at + at).to(tl.int64)
+            a_at = tl.load(address + at)
+        # Here, where it is computed: the compiler forgets it of a function's argument.
+        a_at = tl.multiple_of(a_at, ALIGNMENT)
         if rank > 0:
             _shrink_run(
-                at, stop, hidden, pair_at, arena, address, rank, plane, left, right, depth,
-                max_rank, stride_x, TOP_K, BY_POSITION, SCALED, IDENTITY, EVEN, ALIGNMENT,
+                at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth,
+                max_rank, stride_x, TOP_K, BY_POSITION, SCALED, IDENTITY, EVEN,
                 PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
             )  # fmt: skip
         at = stop
@@ -127,17 +138,22 @@ def moe_shrink(
     part = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k) * shape.block_k
     planes = triton.cdiv(depth, part)
     h = torch.empty(planes, pairs, lora.max_rank, dtype=torch.float32, device=hidden.device)
+    found = factors.address[int(is_down)], factors.rank[int(is_down)]
+    if order.is_identity:
+        found = factors.slots, lora.packed
     programs = pairs if shape.by_run else triton.cdiv(pairs, shape.block_m)
     _shrink_kernel[(programs, planes)](
         hidden,
+        order.topk_ids,
         order.pair,
         order.run_start,
         order.run_end,
         lora.arena,
-        factors.address[int(is_down)],
-        factors.rank[int(is_down)],
+        *found,
         h,
         pairs,
+        order.num_experts,
+        lora.num_slots,
         depth,
         part,
         lora.max_rank,

@@ -63,13 +63,35 @@ def items_of(
 
 
 @triton.jit
-def load_b(
-    arena, address, rank, first, exists, r, n, inside, size, num_pairs,
-    ROW: tl.constexpr, ALIGNMENT: tl.constexpr,
+def _table_part(
+    slots, table, position, mask, num_slots,
+    ROW: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr,
 ):  # fmt: skip
-    """Of stacked factor rows: which exist, and B^T [GROUP * BLOCK_R, N]."""
-    used = exists & (r < tl.load(rank + ROW * num_pairs + first, mask=exists, other=0))
-    b_at = tl.load(address + ROW * num_pairs + first, mask=used, other=0)
+    """(address in a packed site table of B's rank, whether there is a slot), at positions."""
+    slot = tl.load(slots + position // TOP_K, mask=mask, other=-1)
+    part: tl.constexpr = 3 + (ROW - 2) % 2  # gate and down are slice 0 of their sites, up is 1
+    return table + part * num_slots + slot, mask & (slot >= 0)
+
+
+@triton.jit
+def load_b(
+    arena, address, rank, first, exists, expert, r, n, inside, size, num_pairs, num_slots,
+    ROW: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr, IDENTITY: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Of stacked factor rows: which exist, and B^T [GROUP * BLOCK_R, N].
+
+    `address` and `rank` are `moe_factors`'; with IDENTITY, slots and the packed table.
+    """
+    if IDENTITY:
+        at, active = _table_part(address, rank, first, exists, num_slots, ROW, SLICES, TOP_K)
+        step = SLICES * num_slots
+        used = active & (r < tl.load(at, mask=active, other=0))
+        b_at = tl.load(at + 2 * step, mask=active, other=0)
+        b_at += expert * tl.load(at + 3 * step, mask=active, other=0)
+    else:
+        used = exists & (r < tl.load(rank + ROW * num_pairs + first, mask=exists, other=0))
+        b_at = tl.load(address + ROW * num_pairs + first, mask=used, other=0)
     b_at = tl.multiple_of(b_at + r * size, [ALIGNMENT])
     b_tile = tl.load(
         arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
@@ -87,12 +109,17 @@ def _sum_planes(at, mask, plane, PLANES: tl.constexpr):
 
 @triton.jit
 def shrunk_of_items(
-    h, rank, first, own, used, r, plane, num_pairs, max_rank,
-    ROW: tl.constexpr, DTYPE: tl.constexpr, PLANES: tl.constexpr,
+    h, address, rank, first, own, used, r, plane, num_pairs, num_slots, max_rank,
+    ROW: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr, IDENTITY: tl.constexpr,
+    DTYPE: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
     """The block-diagonal matrix [M, GROUP * BLOCK_R] of items that are rows."""
-    column = tl.load(rank + (ROW + 3) * num_pairs + first, mask=used, other=0) + r
-    values = _sum_planes(h + first * max_rank + column, used, plane, PLANES).to(DTYPE)
+    if IDENTITY:
+        at, active = _table_part(address, rank, first, used, num_slots, ROW, SLICES, TOP_K)
+        column = tl.load(at + SLICES * num_slots, mask=active, other=0).to(tl.int32)
+    else:
+        column = tl.load(rank + (ROW + 3) * num_pairs + first, mask=used, other=0)
+    values = _sum_planes(h + first * max_rank + column + r, used, plane, PLANES).to(DTYPE)
     return tl.where(own, values[None, :], 0.0).to(DTYPE)
 
 

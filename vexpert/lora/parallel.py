@@ -11,6 +11,8 @@ import sys
 import threading
 from collections.abc import Callable, Sequence
 
+import torch
+
 MOST_THREADS = 8
 
 
@@ -39,8 +41,11 @@ def run_all(tasks: Sequence[Callable[[], None]], threads: int | None = None) -> 
             if error is not None:
                 errors.append(error)
 
+    # A thread has an inference mode of its own, and a tensor made in it is written to in it alone.
+    mode = torch.is_inference_mode_enabled()
+
     def guarded() -> None:
-        with contextlib.suppress(BaseException):  # raised again below
+        with contextlib.suppress(BaseException), torch.inference_mode(mode):  # raised again below
             work()
 
     helpers = [threading.Thread(target=guarded, daemon=True) for _ in range(count - 1)]

@@ -63,7 +63,9 @@ def build_targets(
 
 
 def _input_embedding(model: nn.Module) -> str:
-    assert isinstance(model, PreTrainedModel)
+    """Its path; the usual name for a module that is less than a model."""
+    if not isinstance(model, PreTrainedModel):
+        return "embed_tokens"
     table = model.get_input_embeddings()
     paths: Iterator[str] = (path for path, module in model.named_modules() if module is table)
     return next(paths)

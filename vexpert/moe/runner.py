@@ -62,8 +62,14 @@ class MoeRunner:
 
 def _fuse(weights: ExpertWeights, backend: LoraBackend) -> FusedExperts | None:
     """The layer as one operation, if the backend has it and knows the activation; logged."""
+    if not backend.can_fuse:
+        return None
     activation = recognise(
-        weights.activate, weights.has_gate, weights.is_interleaved, weights.down.device
+        weights.activate,
+        weights.has_gate,
+        weights.is_interleaved,
+        weights.intermediate_size,
+        weights.down.device,
     )
     if activation is None:
         log_once(logger, f"MoE layers run step by step on {backend.name}: unknown activation")

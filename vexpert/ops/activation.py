@@ -14,14 +14,14 @@ def recognise(
     activate: Callable[[torch.Tensor], torch.Tensor],
     has_gate: bool,
     is_interleaved: bool,
+    size: int,
     device: torch.device,
 ) -> Activation | None:
-    """The activation that equals `activate` ([P, n * I] -> [P, I]) on 4,096 probes; None: another.
+    """The activation that equals `activate` ([P, n * size] -> [P, size]) on 64 rows; None: another.
 
     Probes span -12 ... 12, so that limits show. Its limit and alpha are read off the module that a
     bound method belongs to.
     """
-    size = 64
     generator = torch.Generator().manual_seed(0)
     y = torch.rand(64, size * (2 if has_gate else 1), generator=generator) * 24 - 12
     given = activate(y.to(device)).cpu()

@@ -33,11 +33,15 @@ class FusedExperts(Protocol):
     ) -> torch.Tensor:
         """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H]; sentinels add nothing."""
 
+    def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> object:
+        """What the layer launches before its products: to be timed alone."""
+
 
 class LoraBackend(Protocol):
     """One implementation. Rows: P; a Routing or Arrangement goes back to the backend it is from."""
 
     name: str
+    can_fuse: bool  # whether it has whole layers of routed experts as one operation
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int

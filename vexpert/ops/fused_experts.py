@@ -1,4 +1,4 @@
-"""A whole MoE layer in four launches (one token: three); LoRA adds one for each product it adapts."""
+"""A whole MoE layer in four launches (one token: three); LoRA adds one a product it adapts."""
 
 import torch
 import triton
@@ -18,7 +18,7 @@ MAX_EXPERTS = 4094  # bins of the order's histogram, less two
 
 
 class FusedExpertsKernel:
-    """Implements `ops.backend.FusedExperts`. Graph capture is safe: the plan is the host's choice."""
+    """Implements `ops.backend.FusedExperts`. Graphs can be captured: the host chooses the plan."""
 
     def __init__(self, experts: ExpertsTensors) -> None:
         assert experts.down.shape[0] <= MAX_EXPERTS, experts.down.shape
@@ -42,6 +42,11 @@ class FusedExpertsKernel:
         adapters = 0 if lora is None else len(lora.active_slots)
         plan = choose_plan(self.shape(topk_ids), adapters)
         return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan)
+
+    def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
+        """What the layer launches before its products: to be timed alone."""
+        plan = choose_plan(self.shape(topk_ids), len(lora.active_slots) if lora else 0)
+        return _order(topk_ids, lora, self.experts.down.shape[0], plan.base)
 
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
         """What the plan depends on, for topk_ids [T, K]."""
@@ -150,7 +155,7 @@ def _order(
         down = site_factors(lora.down, lora.active_slots)
         factors = PairFactors.empty(lora.slots, up, down, topk_ids.numel())
     if plan.is_identity:
-        return identity_order(topk_ids, factors, num_experts, plan.block_m, plan.pdl)
+        return identity_order(topk_ids, factors, num_experts, plan.block_m)
     if plan.order_chunk:
         return order_many_pairs(
             topk_ids, factors, num_experts, plan.block_m, plan.pdl, plan.order_chunk

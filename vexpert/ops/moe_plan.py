@@ -1,8 +1,8 @@
 """Which kernels a MoE layer of so many pairs runs, and the shapes of their tiles.
 
 The choices are data, `moe_plans.json`: the first row that fits. Rows were measured on one H200 with
-128 experts, top-8, hidden 2048, intermediate 768; what decides is how many rows an expert, and a run
-of one adapter on one expert, has on average, so other shapes read the same rows.
+128 experts, top-8, hidden 2048, intermediate 768. What decides is how many rows an expert, and a
+run of one adapter on one expert, has on average, so other shapes read the same rows.
 """
 
 import json

@@ -15,6 +15,7 @@ class TorchBackend:
     """Implements `LoraBackend`; half dtypes accumulate in float32."""
 
     name = "torch"
+    can_fuse = False
 
     def __init__(self) -> None:
         self._host_tables: dict[int, HostTable] = {}

@@ -48,6 +48,7 @@ class TritonBackend:
     """Implements `LoraBackend`. Graph capture is safe: shapes alone decide what is launched."""
 
     name = "triton"
+    can_fuse = True
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int

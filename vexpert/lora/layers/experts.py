@@ -28,7 +28,7 @@ class _ExpertsLora:
             (False, True): MoeHooks(after_down=down),
             (True, True): MoeHooks(after_gate_up=up, after_down=down),
         }
-        self._fuses = backend.name == "triton"
+        self._fuses = backend.can_fuse
 
     def hooks(self) -> MoeHooks | None:
         """The hooks of this step: only those whose product an active slot adapts."""

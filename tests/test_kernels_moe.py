@@ -1,0 +1,208 @@
+"""The fused MoE kernels under every kind of plan, against the naive loop over pairs."""
+
+import pytest
+import torch
+from helpers_lora import relative_error
+from helpers_moe import Flags, Layer, make_layer, naive
+
+from vexpert.kernels.activations import Activation, reference_activation
+from vexpert.kernels.moe_factors import PairFactors
+from vexpert.kernels.moe_gate_up import TileShape
+from vexpert.kernels.moe_order import identity_order, order_pairs, reference_order
+from vexpert.kernels.moe_order_chunks import order_many_pairs
+from vexpert.kernels.moe_runs import find_runs
+from vexpert.kernels.moe_shrink import ShrinkShape
+from vexpert.ops.activation import recognise
+from vexpert.ops.fused_experts import fused_experts, site_factors
+from vexpert.ops.moe_plan import BasePlan, LoraPlan, MoePlan, MoeShape, choose_plan
+from vexpert.ops.types import ExpertsLora, ExpertsTensors
+
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_ops_gpu.py runs these")
+
+SMALL = TileShape(16, 16)
+RUN = ShrinkShape(True, 16, 2, 16)
+CHUNK = ShrinkShape(False, 16, 1, 32)
+GPT_OSS = Flags(is_transposed=True, is_interleaved=True, has_bias=True)
+ALONE = BasePlan(True, 16, SMALL, SMALL, pdl=False)  # dependent launches need a GPU
+ORDERED = BasePlan(False, 16, SMALL, SMALL, pdl=False)
+# name -> flags, base plan, LoRA plan
+PLANS = {
+    "identity": (Flags(), ALONE, LoraPlan(RUN, RUN, False, 2)),
+    "identity-prefetch": (GPT_OSS, ALONE, LoraPlan(RUN, RUN, False, 1, 1, True)),
+    "rows": (Flags(), ORDERED, LoraPlan(RUN, RUN, False, 4, 2)),
+    "rows-prefetch": (
+        GPT_OSS,
+        BasePlan(False, 32, TileShape(16, 16, tail_m=16), SMALL, 16, pdl=False),
+        LoraPlan(RUN, CHUNK, False, 2, 1, True),
+    ),
+    "runs": (
+        Flags(),
+        BasePlan(False, 32, TileShape(16, 16, tail_m=16, tma=True), SMALL, 16, pdl=False),
+        LoraPlan(CHUNK, RUN, True, 1, 2),
+    ),
+    "runs-early": (
+        Flags(has_gate=False),
+        BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), 64, pdl=False),
+        LoraPlan(CHUNK, CHUNK, True, 2, 1, True, True),
+    ),
+    "scaled-input": (
+        Flags(is_transposed=True, scale_input=True),
+        ORDERED,
+        LoraPlan(RUN, RUN, True, 4),
+    ),
+}
+
+
+def tensors(layer: Layer) -> ExpertsTensors:
+    weights, flags = layer.weights, layer.flags
+    gate_up, down = (
+        w.transpose(1, 2) if flags.is_transposed else w for w in (weights.gate_up, weights.down)
+    )
+    return ExpertsTensors(
+        gate_up,
+        down,
+        weights.gate_up_bias,
+        weights.down_bias,
+        Activation("silu" if flags.has_gate else "relu2"),
+        flags.is_interleaved,
+        flags.scale_input,
+    )
+
+
+def run(layer: Layer, plan: MoePlan, lora: ExpertsLora | None) -> torch.Tensor:
+    step = (layer.hidden, layer.topk_ids, layer.topk_weights)
+    return fused_experts(tensors(layer), *step, lora, plan)
+
+
+def lora_of(layer: Layer, slots: torch.Tensor | None = None, which: str = "both") -> ExpertsLora:
+    gate_up, down = zip(layer.sites, layer.tables, strict=True)
+    return ExpertsLora(
+        layer.slots if slots is None else slots,
+        (0, 1, 2),
+        gate_up if which != "down" else None,
+        down if which != "gate_up" else None,
+    )
+
+
+@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize(("tokens", "top_k", "experts"), [(9, 2, 8), (40, 2, 3)])
+def test_plans(name: str, tokens: int, top_k: int, experts: int) -> None:
+    flags, base, how = PLANS[name]
+    if base.is_identity:
+        tokens = min(tokens, 9)  # a program a pair, and each takes the interpreter a while
+    layer = make_layer(tokens, top_k, experts, 8, flags, sentinel_share=0.1)
+    plan = MoePlan(base, how)
+    out, alone = run(layer, plan, lora_of(layer)), run(layer, plan, None)
+    expected, expected_alone = naive(layer, True), naive(layer, False)
+    assert relative_error(alone, expected_alone) < 1e-5
+    assert relative_error(out - alone, expected - expected_alone) < 1e-5
+    idle = layer.slots < 0
+    assert torch.equal(out[idle], alone[idle])
+
+
+@pytest.mark.parametrize("which", ["gate_up", "down"])
+def test_one_product_adapted(which: str) -> None:
+    flags, base, how = PLANS["rows"]
+    layer = make_layer(9, 2, 8, 8, flags)
+    out = run(layer, MoePlan(base, how), lora_of(layer, which=which))
+    layer.tables[1 if which == "gate_up" else 0].packed.zero_()
+    assert relative_error(out, naive(layer, True)) < 1e-5
+
+
+@pytest.mark.parametrize("rank", [3, 40, 65, 130])
+@pytest.mark.parametrize("name", ["rows-prefetch", "runs-early"])
+def test_ranks_beyond_one_step_of_the_dot(name: str, rank: int) -> None:
+    flags, base, how = PLANS[name]
+    layer = make_layer(5, 2, 4, rank, flags)
+    assert relative_error(run(layer, MoePlan(base, how), lora_of(layer)), naive(layer, True)) < 1e-5
+
+
+def test_a_wrong_adapter_or_expert_is_seen() -> None:
+    flags, base, how = PLANS["rows"]
+    layer = make_layer(9, 2, 8, 8, flags)
+    plan, expected = MoePlan(base, how), naive(layer, True)
+    other = lora_of(layer, (layer.slots + 1) % 3)
+    assert relative_error(run(layer, plan, other), expected) > 1e-2
+    layer.topk_ids.add_(1).remainder_(8)
+    assert relative_error(run(layer, plan, lora_of(layer)), expected) > 1e-2
+
+
+ORDERS = [
+    (1, 2, 4, 16),
+    (40, 3, 8, 16),
+    (100, 4, 20, 32),
+    (64, 2, 512, 16),
+    (33, 1, 1, 16),
+    (300, 4, 5, 64),  # 75 chunks, more than are read at a time
+]
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "block_m"), ORDERS)
+def test_order(tokens: int, top_k: int, experts: int, block_m: int) -> None:
+    layer = make_layer(tokens, top_k, experts, 4, sentinel_share=0.1)
+    ids, lora = layer.topk_ids, lora_of(layer)
+    slots = layer.slots.repeat_interleave(top_k).tolist()
+    pairs, ends = reference_order(ids.view(-1).tolist(), slots, experts)
+    one = order_pairs(ids, factors_of(lora, ids.numel()), experts, block_m)
+    many = order_many_pairs(ids, factors_of(lora, ids.numel()), experts, block_m, chunk=16)
+    for order in (one, many):
+        assert order.pair.tolist() == pairs
+        assert order.run_end.tolist() == ends
+    count = int(one.num_tiles)
+    assert count == int(many.num_tiles)
+    for name in ("tile_expert", "tile_start", "tile_end"):
+        assert torch.equal(getattr(one, name)[:count], getattr(many, name)[:count])
+    for name in ("expert", "slot", "run_start"):
+        assert torch.equal(getattr(one, name), getattr(many, name))
+    assert torch.equal(one.factors.rank[:5], many.factors.rank[:5])
+    found, slot = find_runs(one), one.slot.tolist()
+    for tile in range(count):
+        tile_range = range(int(one.tile_start[tile]), int(one.tile_end[tile]))
+        opens = [
+            p for p in tile_range if slot[p] >= 0 and (p == tile_range[0] or slot[p] != slot[p - 1])
+        ]
+        assert found.tile_runs[tile, : len(opens)].tolist() == opens
+        assert int(found.tile_num_runs[tile]) == len(opens)
+
+
+def factors_of(lora: ExpertsLora, pairs: int) -> PairFactors:
+    gate_up, down = (site_factors(pair, lora.active_slots) for pair in (lora.gate_up, lora.down))
+    return PairFactors.empty(lora.slots, gate_up, down, pairs)
+
+
+def test_identity_order_launches_nothing() -> None:
+    assert identity_order(torch.tensor([[2, 0]]), None, 4, 16).num_pairs == 2
+
+
+@pytest.mark.parametrize("name", ["silu", "gelu", "gelu_tanh", "relu2", "clamped_swiglu"])
+def test_an_activation_is_recognised_by_what_it_computes(name: str) -> None:
+    activation = Activation(name, 1.702, 7.0)
+    interleaved = name == "clamped_swiglu"
+
+    def activate(y: torch.Tensor) -> torch.Tensor:
+        if not activation.has_gate:
+            return reference_activation(activation, y, None)
+        gate, up = (y[..., ::2], y[..., 1::2]) if interleaved else y.chunk(2, -1)
+        return reference_activation(activation, gate, up)
+
+    found = recognise(activate, activation.has_gate, interleaved, 24, torch.device("cpu"))
+    assert found is not None
+    assert found.name == name
+
+
+def test_an_unknown_activation_is_none() -> None:
+    device = torch.device("cpu")
+    assert recognise(lambda y: torch.tanh(y.chunk(2, -1)[0]), True, False, 24, device) is None
+    assert recognise(lambda y: y.chunk(2, -1)[0] * 1.01, True, False, 24, device) is None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16], ids=str)
+def test_every_number_of_tokens_has_a_plan(dtype: torch.dtype) -> None:
+    for tokens in (1, 2, 7, 64, 100, 513, 5000, 100_000):
+        for experts, top_k in ((8, 2), (128, 8), (512, 10), (1, 1)):
+            shape = MoeShape(tokens, top_k, experts, 2048, 768, dtype, True, False)
+            for adapters in (0, 1, 8, 1000):
+                plan = choose_plan(shape, adapters)
+                assert not plan.base.is_identity or tokens == 1
+                assert plan.lora.shrink.by_run or not plan.base.is_identity
+                assert not (plan.base.is_identity and plan.lora.by_run)
