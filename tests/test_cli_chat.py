@@ -75,12 +75,13 @@ def test_a_conversation(
         [
             "",
             "hello",
-            "/use upper",
+            "/adapter upper",
             "hello",
-            "/use nobody",
+            "/adapter nobody",
             "/models",
             "/compare abc",
-            "/use",
+            "/adapter",
+            "hi",
             "/compare ",
             "/fly",
             "/new",
@@ -97,12 +98,12 @@ def test_a_conversation(
     shown = capsys.readouterr().out
     assert f"Talking to {BASE}" in shown
     assert shown.index("hello\n") < shown.index("HELLO\n")
-    assert shown.count("finished: stop") == 2
+    assert shown.count("finished: stop") == 3
     assert "error: no model 'nobody'; known:" in shown
     assert f"  {BASE}  base model" in shown
     assert "* upper  adapter" in shown
     assert "bcd" in shown  # shift's cell of the table
-    assert "usage: /use NAME" in shown
+    assert "hi\n" in shown  # by the base model again
     assert "usage: /compare WORDS" in shown
     assert "no command /fly" in shown
     assert shown.count("/quit ") == 1  # the commands, after /fly alone

@@ -198,6 +198,6 @@ def test_spinning_is_limited_before_torch_is_imported(words: list[str]) -> None:
 
 
 def test_every_command_runs_from_its_module() -> None:
-    assert set(COMMANDS) == {"serve", "chat", "bench", "adapter", "collect-env"}
+    assert set(COMMANDS) == {"serve", "chat", "bench", "adapter", "collect-env", "completion"}
     for name in ("serve", "chat", "collect-env"):
         assert parse(name).module == COMMANDS[name][0]

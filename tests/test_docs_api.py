@@ -11,6 +11,7 @@ from test_server_tools import TEMPLATE
 
 from vexpert import demo
 from vexpert.cli import serve
+from vexpert.cli.main import build_parser
 from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
 from vexpert.server.options import ServerOptions
@@ -43,6 +44,15 @@ def test_every_example_runs() -> None:
 def test_every_field_is_told(body: Any) -> None:
     told = set(re.findall(r"`([A-Za-z_]+)`", API))
     assert set(body.model_fields) <= told
+
+
+def test_the_configuration_file_is_read(tmp_path: Path) -> None:
+    (text,) = re.findall(r"```yaml\n(.*?)```", OPERATIONS, re.DOTALL)
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    args = build_parser().parse_args(["serve", "--config", str(file)])
+    assert (args.model, args.max_loras, args.enable_prefix_caching) == ("path/to/model", 32, False)
+    assert [module.name for module in args.lora_modules] == ["billing", "legal"]
 
 
 def test_every_option_of_the_server_is_told() -> None:

@@ -39,6 +39,8 @@ def test_the_access_log_names_the_request(
 ) -> None:
     with caplog.at_level(logging.INFO, "vexpert.access"):
         fake_server.get("/a%0Ab", headers={"X-Request-Id": "me"})
+        # The line is written once the answer is out.
+        wait_for(lambda: any(r.name == "vexpert.access" for r in caplog.records))
     [record] = [r for r in caplog.records if r.name == "vexpert.access"]
     assert "\n" not in record.getMessage()
     assert "404" in record.getMessage()

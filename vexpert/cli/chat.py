@@ -2,6 +2,7 @@
 
 import argparse
 import asyncio
+import contextlib
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.parser import add_client_options
@@ -12,11 +13,11 @@ if TYPE_CHECKING:
 
     from vexpert.cli.client import Client
 
-HELP = """/models         names this server knows
-/use NAME       talk to another of them
-/compare WORDS  ask all of them the same
-/new            forget the conversation
-/quit           leave"""
+HELP = """/models          names this server knows
+/adapter [NAME]  talk to another of them; without a name: to the base model
+/compare WORDS   ask all of them the same
+/new             forget the conversation
+/quit            leave"""
 
 
 def _usage(command: str) -> str:
@@ -64,6 +65,12 @@ async def _run(args: argparse.Namespace) -> int:
         return 0
 
 
+def _edit_lines() -> None:
+    """Arrow keys and history at the prompt, where Python was built with them."""
+    with contextlib.suppress(ImportError):
+        import readline  # noqa: F401
+
+
 class Chat:
     """One conversation. The adapter may change from turn to turn; the history stays."""
 
@@ -102,6 +109,7 @@ class Chat:
         """Read lines until /quit or the end of input."""
         from rich.console import Console
 
+        _edit_lines()
         console = Console()
         console.print(f"Talking to {self.model}. /help shows the commands.", highlight=False)
         while True:
@@ -127,17 +135,23 @@ class Chat:
                 self._turns = []
             case "/models":
                 await self._show_models(console)
-            case "/use" | "/compare" if not rest.strip():
+            case "/adapter":
+                await self._switch(rest.strip())
+            case "/compare" if not rest.strip():
                 console.print(_usage(command), markup=False, highlight=False)
-            case "/use":
-                await self.check_model(rest.strip())
-                self.model = rest.strip()
             case "/compare":
                 await self._show_comparison(rest.strip(), console)
             case _ if command.startswith("/"):
                 console.print(f"no command {command}\n{HELP}", markup=False, highlight=False)
             case _:
                 await self.say(line, console)
+
+    async def _switch(self, name: str) -> None:
+        """Talk to `name` from now on; an empty one is the base model."""
+        if not name:
+            name = (await self._client.models())[0]["id"]
+        await self.check_model(name)
+        self.model = name
 
     async def _show_models(self, console: "Console") -> None:
         for entry in await self._client.models():

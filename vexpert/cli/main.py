@@ -6,6 +6,7 @@ import sys
 from collections.abc import Sequence
 
 from vexpert import __version__
+from vexpert.cli.examples import EXAMPLES, examples
 from vexpert.cli.parser import Parser
 from vexpert.errors import VexpertError
 
@@ -16,19 +17,34 @@ COMMANDS = {
     "adapter": ("vexpert.cli.adapter", "look at an adapter, check that it is served right"),
     "bench": ("vexpert.cli.bench.main", "measure speed"),
     "collect-env": ("vexpert.cli.collect_env", "print versions and hardware, for bug reports"),
+    "completion": ("vexpert.cli.completion", "print a script that completes commands in a shell"),
 }
 
 # Packages of the extra `serve`, which a plain installation lacks.
-EXTRAS = {"fastapi", "uvicorn", "starlette", "pydantic", "prometheus_client", "httpx", "rich"}
+EXTRAS = {
+    "fastapi",
+    "uvicorn",
+    "starlette",
+    "pydantic",
+    "prometheus_client",
+    "httpx",
+    "rich",
+    "yaml",
+}
 
 
 def build_parser() -> Parser:
     """The parser of all commands."""
-    parser = Parser(prog="vexpert", description="Many LoRA adapters on one MoE model at once.")
+    parser = Parser(
+        prog="vexpert",
+        description="Many LoRA adapters on one MoE model at once.",
+        epilog=examples("vexpert", EXAMPLES["vexpert"]),
+    )
     parser.add_argument("--version", action="version", version=f"vexpert {__version__}")
     commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
     for name, (module, help) in COMMANDS.items():
-        command = commands.add_parser(name, help=help, description=help)
+        epilog = examples(f"vexpert {name}", EXAMPLES.get(name, ()))
+        command = commands.add_parser(name, help=help, description=help, epilog=epilog)
         importlib.import_module(module).add_arguments(command)
         command.set_defaults(module=module)
     return parser

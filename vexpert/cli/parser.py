@@ -3,13 +3,16 @@
 import argparse
 import dataclasses
 import re
+import sys
 import types
 import typing
 from collections.abc import Sequence
 from difflib import get_close_matches
 from typing import Any, NoReturn
 
+from vexpert.cli.config_file import file_in, read_defaults
 from vexpert.config import EngineConfig
+from vexpert.errors import VexpertError
 
 GROUP_TITLES = {
     "model": "model",
@@ -36,10 +39,21 @@ class Parser(argparse.ArgumentParser):
 
         argparse leaves that to the outermost parser, which knows no option of the subcommand.
         """
-        parsed, unknown = super().parse_known_args(args, namespace)
+        words = list(sys.argv[1:] if args is None else args)
+        self._read_config(words)
+        parsed, unknown = super().parse_known_args(words, namespace)
         if unknown:
             self.error(f"unrecognized arguments: {' '.join(unknown)}")
         return parsed, unknown
+
+    def _read_config(self, words: list[str]) -> None:
+        """Make what a --config file says the defaults, where this command has that option."""
+        if "--config" not in self._option_string_actions or (file := file_in(words)) is None:
+            return
+        try:
+            self.set_defaults(**read_defaults(file, self._actions))
+        except VexpertError as error:
+            self.error(" ".join(str(error).split()))
 
     def error(self, message: str) -> NoReturn:
         self.exit(2, f"error: {message}{self._hint(message)}; see {self.prog} --help\n")
@@ -58,10 +72,16 @@ class Parser(argparse.ArgumentParser):
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):
-    """Show defaults that say something: not None, not an empty string, not a switch's False."""
+    """Keep the lines of examples. Show defaults that say something.
+
+    None, an empty string and a switch's False do not.
+    """
 
     def __init__(self, prog: str, **options: Any) -> None:
         super().__init__(prog, max_help_position=34, **options)
+
+    def _fill_text(self, text: str, width: int, indent: str) -> str:
+        return text if text.startswith("examples:") else super()._fill_text(text, width, indent)
 
     def _get_help_string(self, action: argparse.Action) -> str | None:
         if action.default is None or action.default is False or action.default in ("", []):

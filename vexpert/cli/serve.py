@@ -12,7 +12,9 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vexpert.cli.config_file import add_config
 from vexpert.cli.parser import add_engine_options, engine_config
+from vexpert.cli.progress import quiet_libraries
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
@@ -48,7 +50,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         help="folder or Hugging Face name; without it: the bundled demo and its adapters",
     )
     parser.usage = "vexpert serve [MODEL] [options]"
-    _add_server_options(parser.add_argument_group("server"))
+    add_config(parser)
+    _add_server_options(parser)
     groups = add_engine_options(parser)
     add_lora_modules(groups["lora"])
     groups["model"].add_argument(
@@ -70,9 +73,22 @@ def add_lora_modules(group: Any) -> None:
     )
 
 
-def _add_server_options(group: Any) -> None:
+def _add_server_options(parser: argparse.ArgumentParser) -> None:
+    """The options of the HTTP server, in groups."""
+    group = parser.add_argument_group("server")
     group.add_argument("--host", default="127.0.0.1", help="address to listen on")
     group.add_argument("--port", type=int, default=8000, metavar="N", help="0: a free one")
+    group.add_argument(
+        "--served-model-name", nargs="+", default=[], metavar="NAME", help="the base model's names"
+    )
+    group.add_argument("--no-web", action="store_true", help="no page at /")
+    _add_access_options(parser.add_argument_group("access"))
+    _add_limits(parser.add_argument_group("limits"))
+    _add_chat_options(parser.add_argument_group("chat"))
+    _add_log_options(parser.add_argument_group("logs"))
+
+
+def _add_access_options(group: Any) -> None:
     group.add_argument(
         "--api-key",
         nargs="+",
@@ -85,27 +101,26 @@ def _add_server_options(group: Any) -> None:
         help="a key a line, then the models it is for, by white space; none: all",
     )
     group.add_argument(
-        "--served-model-name", nargs="+", default=[], metavar="NAME", help="the base model's names"
+        "--allowed-adapter-roots",
+        nargs="+",
+        default=[],
+        metavar="FOLDER",
+        help="where adapters may be loaded from over HTTP; default: anywhere",
     )
     group.add_argument(
-        "--max-body-bytes", type=int, default=16 * 2**20, metavar="N", help="largest request body"
+        "--allowed-origins", nargs="+", default=[], metavar="URL", help="CORS; *: all of them"
     )
-    group.add_argument(
-        "--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="of HTTP's lines"
-    )
-    group.add_argument(
-        "--disable-uvicorn-access-log", action="store_true", help="no log line per request"
-    )
-    group.add_argument("--disable-log-stats", action="store_true", help="no periodic status line")
-    group.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="json: an object a line"
-    )
-    _add_limits(group)
-    _add_chat_options(group)
-    _add_cors_options(group)
+    for name in ("methods", "headers"):
+        group.add_argument(
+            f"--allowed-{name}", nargs="+", default=["*"], metavar="NAME", help=f"CORS {name}"
+        )
+    group.add_argument("--allow-credentials", action="store_true", help="CORS with credentials")
 
 
 def _add_limits(group: Any) -> None:
+    group.add_argument(
+        "--max-body-bytes", type=int, default=16 * 2**20, metavar="N", help="largest request body"
+    )
     group.add_argument(
         "--max-queue-len",
         type=int,
@@ -123,13 +138,6 @@ def _add_limits(group: Any) -> None:
         metavar="X",
         help="seconds that accepted requests have after a signal",
     )
-    group.add_argument(
-        "--allowed-adapter-roots",
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="where adapters may be loaded from over HTTP; default: anywhere",
-    )
 
 
 def _add_chat_options(group: Any) -> None:
@@ -143,15 +151,17 @@ def _add_chat_options(group: Any) -> None:
     )
 
 
-def _add_cors_options(group: Any) -> None:
+def _add_log_options(group: Any) -> None:
     group.add_argument(
-        "--allowed-origins", nargs="+", default=[], metavar="URL", help="CORS; *: all of them"
+        "--log-format", choices=("text", "json"), default="text", help="json: an object a line"
     )
-    for name in ("methods", "headers"):
-        group.add_argument(
-            f"--allowed-{name}", nargs="+", default=["*"], metavar="NAME", help=f"CORS {name}"
-        )
-    group.add_argument("--allow-credentials", action="store_true", help="CORS with credentials")
+    group.add_argument(
+        "--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="of HTTP's lines"
+    )
+    group.add_argument(
+        "--disable-uvicorn-access-log", action="store_true", help="no log line per request"
+    )
+    group.add_argument("--disable-log-stats", action="store_true", help="no periodic status line")
 
 
 def lora_module(text: str) -> LoraModule:
@@ -288,6 +298,7 @@ def build_engine(config: EngineConfig, modules: list[LoraModule]) -> "EngineProt
         raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
     from vexpert.engine.engine import Engine
 
+    quiet_libraries()
     engine: EngineProtocol = Engine(config)
     for module in modules:
         call = engine.register_adapter if module.lazy else engine.load_adapter
@@ -325,6 +336,7 @@ def _server_options(
         cors=cors,
         access_log=not args.disable_uvicorn_access_log,
         max_body_bytes=args.max_body_bytes,
+        web=not args.no_web,
         sampling_defaults=sampling_defaults(config.model),
         status_interval=None if args.disable_log_stats else ServerOptions.status_interval,
     )
@@ -368,6 +380,7 @@ def _print_config(config: EngineConfig, args: argparse.Namespace) -> None:
         "tool_call_parser": args.tool_call_parser,
         "allowed_adapter_roots": args.allowed_adapter_roots,
         "max_body_bytes": args.max_body_bytes,
+        "web": not args.no_web,
     }
     shown = {**dataclasses.asdict(config), **server}
     logger.info("vexpert %s", __version__)

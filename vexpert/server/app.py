@@ -11,6 +11,7 @@ from vexpert import __version__
 from vexpert.server.errors import install_error_handlers
 from vexpert.server.interface import EngineProtocol
 from vexpert.server.middleware import (
+    OPEN_PATHS,
     ApiKeyMiddleware,
     BodyLimitMiddleware,
     DrainMiddleware,
@@ -19,7 +20,7 @@ from vexpert.server.middleware import (
 from vexpert.server.openapi import describe
 from vexpert.server.options import ServerOptions
 from vexpert.server.requests_log import RequestIdMiddleware
-from vexpert.server.routes import adapters, chat, completions, health, models, tokenize
+from vexpert.server.routes import adapters, chat, completions, health, models, tokenize, web
 from vexpert.server.service import Service
 from vexpert.server.status_line import log_status
 
@@ -42,6 +43,8 @@ def create_app(engine: EngineProtocol, options: ServerOptions | None = None) -> 
     install_error_handlers(app)
     for module in (chat, completions, models, tokenize, adapters, health):
         app.include_router(module.router)
+    if options.web:
+        app.include_router(web.router)
     describe(app)
     _add_layers(app, service, options)
     return app
@@ -56,7 +59,8 @@ def _add_layers(app: FastAPI, service: Service, options: ServerOptions) -> None:
     app.add_middleware(DrainMiddleware, service=service)
     keys = options.restricted_keys | dict.fromkeys(options.api_keys)
     if keys:
-        app.add_middleware(ApiKeyMiddleware, keys=keys)
+        open_paths = (*OPEN_PATHS, *web.PATHS) if options.web else OPEN_PATHS
+        app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=open_paths)
     if options.cors is not None:
         app.add_middleware(
             CORSMiddleware,

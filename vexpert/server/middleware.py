@@ -23,14 +23,18 @@ class ApiKeyMiddleware:
     """Answer 401 unless `Authorization: Bearer KEY` holds one of the keys.
 
     `keys`: the models that each is for, None for all; handed on as `vexpert_models` in the scope.
+    `open_paths` need none.
     """
 
-    def __init__(self, app: ASGIApp, keys: dict[str, frozenset[str] | None]) -> None:
+    def __init__(
+        self, app: ASGIApp, keys: dict[str, frozenset[str] | None], open_paths: tuple[str, ...]
+    ) -> None:
         self.app = app
+        self.open_paths = open_paths
         self.keys = [(key.encode(), models) for key, models in keys.items()]
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        is_open = scope["type"] != "http" or scope["path"] in OPEN_PATHS
+        is_open = scope["type"] != "http" or scope["path"] in self.open_paths
         if is_open or self._knows(scope):
             await self.app(scope, receive, send)
             return

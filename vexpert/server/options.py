@@ -33,4 +33,5 @@ class ServerOptions:
     adapter_roots: tuple[str, ...] = ()  # folders that adapters may be loaded from; empty: any
     cors: CorsOptions | None = None
     access_log: bool = True
+    web: bool = True  # the page at /
     status_interval: float | None = 10.0  # seconds between status lines; None: none

@@ -3,6 +3,8 @@
 import argparse
 import importlib
 
+from vexpert.cli.examples import EXAMPLES, examples
+
 KINDS = {
     "kernel": ("vexpert.cli.bench.kernel", "one MoE layer without and with LoRA, beside its floor"),
     "throughput": ("vexpert.cli.bench.throughput", "tokens/s of a model in this process"),
@@ -14,7 +16,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """One parser for each kind."""
     kinds = parser.add_subparsers(dest="kind", required=True, metavar="KIND")
     for name, (module, help) in KINDS.items():
-        kind = kinds.add_parser(name, help=help, description=help)
+        epilog = examples(f"vexpert bench {name}", EXAMPLES[f"bench {name}"])
+        kind = kinds.add_parser(name, help=help, description=help, epilog=epilog)
         importlib.import_module(module).add_arguments(kind)
         kind.set_defaults(bench=module)
 

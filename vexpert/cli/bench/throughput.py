@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.bench.report import json_line
 from vexpert.cli.parser import add_engine_options, engine_config
+from vexpert.cli.progress import progress, quiet_libraries
 from vexpert.cli.serve import LoraModule, add_lora_modules, resolve_model
 from vexpert.cli.threads import limit_spinning
 from vexpert.errors import ConfigError
@@ -46,6 +47,7 @@ def run(args: argparse.Namespace) -> int:
 
     from vexpert import LLM
 
+    quiet_libraries()
     llm = LLM(**dataclasses.asdict(config))
     for module in modules:
         llm.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
@@ -94,10 +96,12 @@ def _medians(args: argparse.Namespace, llm: "LLM", names: list[str]) -> tuple[fl
     """
     prompts = _prompts(args, llm)
     base, mixed = [], []
-    for _ in range(args.repeats):
-        base.append(_tokens_per_second(args, llm, prompts.pop(), [None]))
-        if names:
-            mixed.append(_tokens_per_second(args, llm, prompts.pop(), names))
+    with progress("rounds", args.repeats) as done:
+        for _ in range(args.repeats):
+            base.append(_tokens_per_second(args, llm, prompts.pop(), [None]))
+            if names:
+                mixed.append(_tokens_per_second(args, llm, prompts.pop(), names))
+            done()
     return statistics.median(base), statistics.median(mixed) if mixed else None
 
 

@@ -1,0 +1,85 @@
+"""`vexpert serve --config FILE`: options from YAML, checked as the command line's are."""
+
+from pathlib import Path
+
+import pytest
+
+from vexpert.cli.main import build_parser, main
+from vexpert.cli.serve import LoraModule
+
+
+def config(tmp_path: Path, text: str) -> str:
+    file = tmp_path / "serve.yaml"
+    file.write_text(text)
+    return str(file)
+
+
+def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
+    file = config(
+        tmp_path,
+        """
+        model: folder
+        port: 8123
+        max_loras: 3
+        dtype: bfloat16
+        gpu-memory-utilization: 0.5
+        enable-prefix-caching: false
+        no-web: true
+        api-key: [one, two]
+        lora-modules:
+          a: x/y
+        """,
+    )
+    args = build_parser().parse_args(
+        ["serve", "--max-loras", "8", "--config", file, "--lora-modules", "b=z"]
+    )
+    assert (args.model, args.port, args.max_loras, args.dtype) == ("folder", 8123, 8, "bfloat16")
+    assert (args.gpu_memory_utilization, args.enable_prefix_caching) == (0.5, False)
+    assert (args.no_web, args.api_key) == (True, ["one", "two"])
+    assert args.lora_modules == [LoraModule("a", "x/y"), LoraModule("b", "z")]
+    assert build_parser().parse_args(["serve"]).port == 8000
+
+
+def test_a_positional_model_wins(tmp_path: Path) -> None:
+    file = config(tmp_path, "model: folder\nlora-modules: [{name: a, path: x}, b=y]")
+    args = build_parser().parse_args(["serve", "other", f"--config={file}"])
+    assert args.model == "other"
+    assert args.lora_modules == [LoraModule("a", "x"), LoraModule("b", "y")]
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ("max-lora: 3", "no option 'max-lora'; did you mean max-loras?"),
+        ("port: many", "port='many'"),
+        ("port: [1, 2]", "use one value"),
+        ("port:", "use one value"),
+        ("dtype: int3", "use one of auto, float32"),
+        ("no-web: 1", "use true or false"),
+        ("enable-lora: maybe", "use true or false"),
+        ("lora-modules: [x]", "NAME=PATH"),
+        ("config: other.yaml", "no option 'config'"),
+        ("- port", "must hold `option: value` lines"),
+        ("a: [", "cannot be read"),
+    ],
+)
+def test_mistakes_name_the_file_and_the_option(
+    text: str, told: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config(tmp_path, text)
+    with pytest.raises(SystemExit) as caught:
+        main(["serve", "--config", file])
+    assert caught.value.code == 2
+    error = capsys.readouterr().err
+    assert error.startswith(f"error: config {file}: ")
+    assert told in error
+    assert error.count("\n") == 1
+
+
+def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        main(["serve", "--config", "/no/such.yaml"])
+    assert "/no/such.yaml: cannot be read" in capsys.readouterr().err
+    with pytest.raises(SystemExit):
+        main(["serve", "--config"])
+    assert "expected one argument" in capsys.readouterr().err

@@ -1,0 +1,150 @@
+"""quickstart, python, migrating, troubleshooting: what they show runs, what they name exists."""
+
+import doctest
+import os
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from contextlib import redirect_stdout
+from io import StringIO
+from pathlib import Path
+
+import pytest
+from helpers_messages import messages
+from helpers_serve import serve
+
+from vexpert import demo
+from vexpert.cli.completion import walk
+from vexpert.cli.main import build_parser
+
+ROOT = Path(__file__).parent.parent
+DOCS = ROOT / "docs"
+QUICKSTART, PYTHON, MIGRATING, TROUBLE = (
+    (DOCS / f"{name}.md").read_text()
+    for name in ("quickstart", "python", "migrating", "troubleshooting")
+)
+ADDRESS = "http://127.0.0.1:8000"
+COMMANDS = {command.path: command for command in walk(build_parser())}
+SERVE_FLAGS = set(COMMANDS["serve",].flags)
+
+
+def steps(text: str) -> list[tuple[str, str]]:
+    """Each command of the console blocks, and the lines shown below it."""
+    found = []
+    for block in re.findall(r"```console\n(.*?)```", text, re.DOTALL):
+        for part in re.split(r"^\$ ", block, flags=re.MULTILINE)[1:]:
+            command, _, shown = part.partition("\n")
+            found.append((command, shown))
+    return found
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serve("--dtype", "float32") as address:
+        yield address
+
+
+@pytest.mark.xdist_group("quickstart")
+def test_the_quickstart(url: str) -> None:
+    commands = steps(QUICKSTART)
+    assert len(commands) == 7
+    program = f"{sys.executable} -m vexpert"
+    for command, shown in commands:
+        shell = re.sub(r"^vexpert (chat|bench serve)", rf"{program} \1 --url {url}", command)
+        shell = re.sub(r"\| python ", f"| {sys.executable} ", shell.replace(ADDRESS, url))
+        done = subprocess.run(
+            shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+        )
+        assert done.returncode == 0, f"{shell}\n{done.stdout}{done.stderr}"
+        if shown:
+            assert done.stdout.strip() == shown.strip()
+        else:
+            assert "Serving Benchmark Result" in done.stdout
+
+
+@pytest.mark.xdist_group("quickstart")
+def test_the_quickstarts_client(url: str) -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
+    printed = StringIO()
+    names: dict[str, object] = {}
+    with redirect_stdout(printed):
+        exec(block.replace(ADDRESS, url), names)
+    names["client"].close()  # type: ignore[attr-defined]
+    lines = printed.getvalue().splitlines()
+    assert lines == ["vexpert-demo hello", "upper HELLO"]
+    assert all(f"`{line}`" in QUICKSTART for line in lines)
+
+
+def test_the_python_page() -> None:
+    pytest.importorskip("xgrammar")
+    test = doctest.DocTestParser().get_doctest(PYTHON, {}, "python.md", str(DOCS / "python.md"), 0)
+    assert len(test.examples) > 20
+    told: list[str] = []
+    result = doctest.DocTestRunner().run(test, out=told.append)
+    assert result.failed == 0, "".join(told)
+
+
+def test_every_sampling_option_is_told() -> None:
+    from vexpert import SamplingParams
+
+    assert set(SamplingParams.__dataclass_fields__) <= set(re.findall(r"`(\w+)`", PYTHON))
+
+
+def rows(text: str) -> list[list[str]]:
+    """Cells of the tables, without their headings."""
+    lines = [line for line in text.splitlines() if line.startswith("| `")]
+    return [[cell.strip() for cell in line.strip("|").split("|")] for line in lines]
+
+
+def test_flags_to_migrate_to_exist() -> None:
+    found = rows(MIGRATING)
+    assert len(found) > 40
+    for _, ours, note in found:
+        flags = set(re.findall(r"`(--[a-z-]+)`", ours)) | set(re.findall(r"`(--[a-z-]+)`", note))
+        assert flags - {"--enable-auto-tool-choice"} <= SERVE_FLAGS
+        assert ours or note
+
+
+def test_flags_without_a_counterpart_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    for line in re.findall(r"^None: (.*)$", MIGRATING, re.MULTILINE):
+        flags = re.findall(r"`(--[a-z-]+)`", line)
+        assert len(flags) > 5
+        for flag in flags:
+            with pytest.raises(SystemExit):
+                build_parser().parse_args(["serve", flag, "1"])
+            assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+def test_the_python_of_migrating() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", MIGRATING, re.DOTALL)
+    names: dict[str, object] = {"path": str(demo.adapter_paths()["upper"])}
+    exec(block, names)
+    upper, base = names["outputs"]  # type: ignore[misc]
+    assert (upper.adapter, base.adapter) == ("upper", None)  # type: ignore[has-type]
+
+
+QUOTED = [line[2:] for line in TROUBLE.splitlines() if line.startswith("> ")]
+
+
+@pytest.mark.parametrize("message", QUOTED)
+def test_messages_are_the_sources_own(message: str) -> None:
+    text = message.removesuffix(": …").removesuffix(" …")
+    assert any(text in found for found in messages())
+
+
+def test_a_message_nobody_prints_would_be_seen() -> None:
+    assert len(QUOTED) > 20
+    assert not any("the KV cache has … bytes too many" in found for found in messages())
+
+
+@pytest.mark.parametrize("page", sorted(path.name for path in DOCS.glob("*.md")))
+def test_flags_and_links_of_every_page(page: str) -> None:
+    text = (DOCS / page).read_text()
+    for link in re.findall(r"\]\(([^)#]+)(?:#[^)]*)?\)", text):
+        assert os.path.exists(DOCS / link), link
+    for words, flags in re.findall(r"vexpert ((?:bench )?[a-z-]+)\b([^`\n]*)", text):
+        command = COMMANDS.get(tuple(words.split()))
+        if command is not None and not command.commands:
+            used = set(re.findall(r"(?<!\S)(--[a-z][\w-]*)", flags.split("#")[0]))
+            assert used <= set(command.flags), f"{words}: {used - set(command.flags)}"

@@ -1,0 +1,232 @@
+"""The page in a real browser, against the served demo."""
+
+import math
+import os
+import random
+import re
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import httpx
+import pytest
+from helpers_browser import Browser, browser
+from helpers_demo import TASKS, expected
+from helpers_serve import serve
+from helpers_server import BASE, make_fake_engine, serving, wait_for
+
+from vexpert import demo
+from vexpert.server.options import ServerOptions
+
+pytestmark = pytest.mark.xdist_group("browser")
+SCHEME = "prefers-color-scheme"
+SHOTS = (("web-light", 1180, "light"), ("web-dark", 1180, "dark"), ("web-phone", 390, "light"))
+ANSWERS = """
+const cards = [...document.querySelectorAll("#answers article")];
+if (cards.length !== arguments[0] || cards.some((one) => one.dataset.state !== "done")) return null;
+const text = (one) => one.querySelector("pre").textContent;
+return Object.fromEntries(cards.map((one) => [one.dataset.model, text(one)]));
+"""
+ROW = 'return document.querySelector(`#rows [data-adapter="${arguments[0]}"]`)?.textContent'
+COUNT = "return document.querySelectorAll('#names input').length === arguments[0]"
+STATE = 'return document.getElementById("status").dataset.state === arguments[0]'
+
+
+@pytest.fixture(scope="module")
+def window() -> Iterator[Browser]:
+    with browser() as one:
+        yield one
+
+
+@pytest.fixture(scope="module")
+def url() -> Iterator[str]:
+    with serve("--max-num-seqs", "16") as address:
+        yield address
+
+
+def leave(window: Browser) -> None:
+    """Stop asking a server that ends now; forget what the console has noted of it."""
+    window.open("about:blank")
+    window.log()
+
+
+@pytest.fixture
+def page(window: Browser, url: str) -> Iterator[Browser]:
+    """The page, loaded anew; at the end the console must hold no error."""
+    window.open(url)
+    window.wait(COUNT, 5)
+    window.wait(STATE, "good")
+    yield window
+    assert window.log() == []
+
+
+def test_one_word_to_five_names(page: Browser) -> None:
+    page.type("#prompt", "hello")
+    page.press("Enter")
+    wanted = {name or BASE: expected(name, "hello") for name in TASKS}
+    assert page.wait(ANSWERS, 5) == wanted
+    for line in page.run(
+        "return [...document.querySelectorAll('article')].map((one) => one.textContent)"
+    ):
+        assert re.search(r"\d tokens/s6 tokens, first after \d+ ms$", line)  # letters and the end
+
+
+def test_an_adapter_is_loaded_asked_and_unloaded(page: Browser) -> None:
+    page.type("#load-name", "back")
+    page.type("#load-path", f"{demo.adapter_paths()['reverse']}")
+    page.press("Enter")
+    page.wait("return document.getElementById('told').textContent === 'back is loaded'")
+    row = page.wait(ROW, "back")
+    assert "device" in row or "host" in row
+    assert "MiB" in row
+    page.click("#none")
+    page.click('#names input[value="back"]')
+    page.type("#prompt", "hello")
+    page.click("#send")
+    assert page.wait(ANSWERS, 2) == {BASE: "hello", "back": "olleh"}
+    page.click('[data-unload="back"]')
+    page.wait("return document.getElementById('told').textContent === 'back is unloaded'")
+    page.wait(f"{ROW} === undefined", "back")
+    assert page.wait(COUNT, 5)
+
+
+def test_what_the_server_refuses_is_told(window: Browser, url: str) -> None:
+    window.open(url)
+    window.wait(STATE, "good")
+    window.type("#load-name", "bad")
+    window.type("#load-path", "/no/such/folder")
+    window.press("Enter")
+    told = window.wait("return document.querySelector('#told.bad')?.textContent")
+    assert "/no/such/folder" in told
+    assert any("400" in line for line in window.log())  # the browser notes it; take it away
+
+
+def test_escape_stops_and_the_server_forgets(window: Browser) -> None:
+    engine = make_fake_engine()
+    engine.step_seconds = 0.2
+    with serving(engine) as server:
+        window.open(server.url)
+        window.wait(STATE, "good")
+        window.type("#prompt", "a long answer, one letter every step")
+        window.press("Enter")
+        window.wait("return document.querySelector('article pre')?.textContent.length > 1")
+        window.press("Escape")
+        window.wait(
+            "return [...document.querySelectorAll('article')].every(one => "
+            "one.dataset.state === 'stopped')"
+        )
+        assert window.run("return document.getElementById('stop').disabled")
+        wait_for(lambda: not engine.requests)
+        leave(window)
+
+
+def test_markup_stays_text(window: Browser) -> None:
+    word = "<img src=x onerror=alert(1)>"
+    engine = make_fake_engine()
+    engine.load_adapter("<b>bold</b>", "bundled")
+    with serving(engine) as server:
+        window.open(server.url)
+        window.wait(COUNT, 6)
+        window.click("#none")
+        window.type("#prompt", word)
+        window.press("Enter")
+        assert window.wait(ANSWERS, 1) == {BASE: word}
+        assert window.run("return document.querySelectorAll('main img, main td b').length") == 0
+        leave(window)
+
+
+def test_the_keyboard_reaches_everything_in_order(page: Browser) -> None:
+    seen = ["prompt"]
+    assert page.run("return document.activeElement.id") == "prompt"
+    for _ in range(16):
+        page.press("Tab")
+        seen.append(
+            page.run("const at = document.activeElement; return at.id || at.value || at.tagName")
+        )
+    order = [seen.index(name) for name in ("send", "all", "none", BASE, "upper", "SUMMARY")]
+    assert order == sorted(order)
+
+
+def test_charts_follow_the_figures(page: Browser) -> None:
+    page.type("#prompt", "hello")
+    page.press("Enter")
+    page.wait(ANSWERS, 5)
+    page.wait(
+        "return [...document.querySelectorAll('.chart polyline')].some((one) =>"
+        " new Set(one.getAttribute('points').match(/[^,]+$|,[^ ]+/g)).size > 1)"
+    )
+    titles = page.run(
+        "return [...document.querySelectorAll('figcaption')].map((one) => one.textContent)"
+    )
+    assert titles == ["Throughput, tokens/s", "Batch", "Memory in use"]
+
+
+def test_many_adapters(window: Browser) -> None:
+    engine = make_fake_engine()
+    for i in range(40):
+        engine.load_adapter(f"tenant-{i:02d}", "bundled")
+    with serving(engine) as server:
+        window.open(server.url)
+        window.wait(COUNT, 45)
+        assert window.text("#chosen") == "8 of 45 chosen"
+        window.type("#prompt", "hello")
+        window.press("Enter")
+        answers = window.wait(ANSWERS, 8)  # more than run at once
+        assert set(answers.values()) == {"hello", "olleh", "ifmmp", "ehllo"}
+        window.type("#filter", "-1")
+        assert window.wait(COUNT, 10)
+        window.click("#all")
+        assert window.text("#chosen") == "10 of 45 chosen"
+        rows = window.run("return document.querySelectorAll('#rows tr').length")
+        assert rows == 44
+        leave(window)
+
+
+def test_it_asks_for_a_key(window: Browser) -> None:
+    options = ServerOptions((BASE,), api_keys=("secret",), status_interval=None)
+    with serving(make_fake_engine(), options) as server:
+        window.open(server.url)
+        window.wait(STATE, "bad")
+        assert window.text("#status") == "this server wants an API key"
+        window.type("#key", "secret")
+        window.press("Enter")
+        window.wait(COUNT, 5)
+        window.wait(STATE, "good")
+        leave(window)
+
+
+def test_screenshots(page: Browser, url: str, tmp_path: Path) -> None:
+    """With VEXPERT_SCREENSHOTS=docs/images: the documentation's pictures, after some traffic."""
+    kept = os.environ.get("VEXPERT_SCREENSHOTS")
+    folder = Path(kept) if kept else tmp_path
+    traffic(url, seconds=150 if kept else 0)
+    page.type("#prompt", "hello")
+    page.press("Enter")
+    page.wait(ANSWERS, 5)
+    for name, width, scheme in SHOTS:
+        wanted = {"name": SCHEME, "value": scheme}
+        page.command("Emulation.setEmulatedMedia", features=[wanted])
+        metrics = {"width": width, "height": 800, "deviceScaleFactor": 1, "mobile": width < 500}
+        page.command("Emulation.setDeviceMetricsOverride", **metrics)
+        assert page.run("return document.documentElement.scrollWidth") <= width
+        page.screenshot(folder / f"{name}.png")
+        assert (folder / f"{name}.png").read_bytes().startswith(b"\x89PNG")
+    colours = page.run("return getComputedStyle(document.body).backgroundColor")
+    page.command("Emulation.setEmulatedMedia", features=[{"name": SCHEME, "value": "dark"}])
+    assert page.run("return getComputedStyle(document.body).backgroundColor") != colours
+    page.command("Emulation.clearDeviceMetricsOverride")
+    page.command("Emulation.setEmulatedMedia", features=[])
+
+
+def traffic(url: str, seconds: float) -> None:
+    """Requests to all names, now more and now fewer."""
+    draw, end = random.Random(0), time.monotonic() + seconds
+    with ThreadPoolExecutor(24) as pool:
+        while time.monotonic() < end:
+            many = 4 + 10 * (1 + math.sin(time.monotonic() / 9))
+            name = draw.choice([BASE, "upper", "upper", "sort", "reverse", "shift"])
+            body = {"model": name, "prompt": "some words", "ignore_eos": True}
+            body["max_tokens"] = draw.randrange(30, 300)
+            pool.submit(httpx.post, f"{url}/v1/completions", json=body, timeout=60)
+            time.sleep(2 / many)
