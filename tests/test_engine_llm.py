@@ -4,6 +4,7 @@ from collections.abc import Iterator
 
 import pytest
 from helpers_engine import FakeTokenizer, greedy, make_engine, manager_of, run_one
+from transformers.utils import logging
 
 from vexpert.engine.llm import LLM
 from vexpert.engine.sampling_params import SamplingParams
@@ -124,7 +125,11 @@ def test_adapters_come_and_go(llm: LLM) -> None:
 
 
 def test_a_progress_bar_counts_requests(llm: LLM, capsys: pytest.CaptureFixture[str]) -> None:
-    llm.generate(["a", "b", "c"], greedy(2), use_tqdm=True)
+    logging.disable_progress_bar()  # transformers' own bars
+    try:
+        llm.generate(["a", "b", "c"], greedy(2), use_tqdm=True)
+    finally:
+        logging.enable_progress_bar()
     assert "3/3" in capsys.readouterr().err
 
 

@@ -176,6 +176,6 @@ def _one_each(values: Sequence[T], count: int, name: str, kinds: tuple[type, ...
 
 
 def _progress_bar(total: int) -> Any:
-    from transformers.utils.logging import tqdm
+    from tqdm.auto import tqdm  # not transformers' own: that one may be switched off for log files
 
     return tqdm(total=total, desc="requests", unit="req")

@@ -7,7 +7,7 @@ run of one adapter on one expert, has on average, so other shapes read the same 
 
 import json
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
 
@@ -68,6 +68,7 @@ class MoeShape:
         return self.tokens * self.top_k
 
 
+@lru_cache(maxsize=4096)  # every layer of a step asks the same
 def choose_plan(shape: MoeShape, adapters: int) -> MoePlan:
     """The plan of a step in which at most `adapters` adapters are active (0: none)."""
     return MoePlan(_base(shape), _lora(shape, max(1, adapters)))
