@@ -24,7 +24,8 @@ class FusedExpertsKernel:
         assert experts.down.shape[0] <= MAX_EXPERTS, experts.down.shape
         self.experts = experts
         weights = (experts.gate_up, experts.down)
-        self.can_use_tma = not experts.is_interleaved and all(
+        interpreted = triton.knobs.runtime.interpret
+        self.can_use_tma = not (experts.is_interleaved or interpreted) and all(
             weight.is_contiguous() and weight.data_ptr() % 16 == 0 and row_bytes(weight) % 16 == 0
             for weight in weights
         )
