@@ -49,7 +49,7 @@ def shrink_ptx() -> dict[str, str]:
     ints = torch.zeros(pairs, dtype=torch.int32)
     ids = torch.zeros(8, 8, dtype=torch.int64)
     packed = torch.zeros(11, 4, dtype=torch.int64)
-    site = SiteFactors(torch.empty(64, dtype=torch.bfloat16), packed, 32, alignment=8)
+    site = SiteFactors(torch.empty(64, dtype=torch.bfloat16), packed, 32, 16, alignment=8)
     slots = torch.zeros(8, dtype=torch.int64)
     factors = PairFactors.empty(slots, site, None, pairs)
     hidden = torch.empty(8, 2048, dtype=torch.bfloat16)

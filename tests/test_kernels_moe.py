@@ -1,8 +1,10 @@
 """The fused MoE kernels under every kind of plan, against the naive loop over pairs."""
 
+from dataclasses import replace
+
 import pytest
 import torch
-from helpers_lora import relative_error
+from helpers_lora import SlotSpec, make_table, relative_error
 from helpers_moe import Flags, Layer, make_layer, naive
 
 from vexpert.kernels.activations import Activation, reference_activation
@@ -118,6 +120,21 @@ def test_one_product_adapted(which: str) -> None:
 def test_ranks_beyond_one_step_of_the_dot(name: str, rank: int) -> None:
     flags, base, how = PLANS[name]
     layer = make_layer(5, 2, 4, rank, flags)
+    assert relative_error(run(layer, MoePlan(base, how), lora_of(layer)), naive(layer, True)) < 1e-5
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("rank", [24, 70])
+@pytest.mark.parametrize("name", ["rows", "runs"])
+@pytest.mark.parametrize("kind", ["one shrink", "gate alone"])
+def test_a_slice_may_have_every_row_of_a(kind: str, name: str, rank: int) -> None:
+    """Gate and up share A, or only one of them is adapted: B has as many rows as A."""
+    flags, base, how = PLANS[name]
+    layer = make_layer(6, 2, 3, rank, flags)
+    ranks = (rank, 0) if kind == "gate alone" else (rank, rank)
+    specs = [SlotSpec(ranks, one_shrink=kind == "one shrink") for _ in range(3)]
+    table = make_table(layer.sites[0], specs)
+    layer = replace(layer, tables=(table, layer.tables[1]))
     assert relative_error(run(layer, MoePlan(base, how), lora_of(layer)), naive(layer, True)) < 1e-5
 
 

@@ -29,6 +29,7 @@ class SiteFactors:
     arena: torch.Tensor
     packed: torch.Tensor  # [3 + 4 * n, S] int64, n output slices
     max_rank: int  # columns of the shrunk rows
+    slice_max_rank: int  # of any slice's B; slices that share an A have as many as A has rows
     alignment: int = 1  # every factor starts at a multiple of so many elements
 
     @property
@@ -38,10 +39,6 @@ class SiteFactors:
     @property
     def num_slices(self) -> int:
         return (self.packed.shape[0] - 3) // 4
-
-    @property
-    def slice_max_rank(self) -> int:
-        return self.max_rank // self.num_slices
 
     def alignment_of(self, row: int) -> int:
         """What every row of `row` elements of a factor is aligned to, as loads may assume."""

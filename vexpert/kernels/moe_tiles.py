@@ -64,8 +64,7 @@ def items_of(
 
 @triton.jit
 def _table_part(
-    slots, table, position, mask, num_slots,
-    ROW: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr,
+    slots, table, position, mask, num_slots, ROW: tl.constexpr, TOP_K: tl.constexpr
 ):  # fmt: skip
     """(address in a packed site table of B's rank, whether there is a slot), at positions."""
     slot = tl.load(slots + position // TOP_K, mask=mask, other=-1)
@@ -84,7 +83,7 @@ def load_b(
     `address` and `rank` are `moe_factors`'; with IDENTITY, slots and the packed table.
     """
     if IDENTITY:
-        at, active = _table_part(address, rank, first, exists, num_slots, ROW, SLICES, TOP_K)
+        at, active = _table_part(address, rank, first, exists, num_slots, ROW, TOP_K)
         step = SLICES * num_slots
         used = active & (r < tl.load(at, mask=active, other=0))
         b_at = tl.load(at + 2 * step, mask=active, other=0)
@@ -115,7 +114,7 @@ def shrunk_of_items(
 ):  # fmt: skip
     """The block-diagonal matrix [M, GROUP * BLOCK_R] of items that are rows."""
     if IDENTITY:
-        at, active = _table_part(address, rank, first, used, num_slots, ROW, SLICES, TOP_K)
+        at, active = _table_part(address, rank, first, used, num_slots, ROW, TOP_K)
         column = tl.load(at + SLICES * num_slots, mask=active, other=0).to(tl.int32)
     else:
         column = tl.load(rank + (ROW + 3) * num_pairs + first, mask=used, other=0)

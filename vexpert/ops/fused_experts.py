@@ -84,10 +84,9 @@ def site_factors(
         return None
     site, table = pair
     most = max((table.host_rank[slot] for slot in active_slots), default=0)
-    slices = len(site.slices)
-    unit = 16 * slices
-    width = min(-(-max(most, 1) // unit) * unit, -(-site.max_rank // unit) * unit)
-    return SiteFactors(table.arena, table.packed, width, table.alignment)
+    width = triton.cdiv(max(most, 1), 16) * 16
+    slice_width = min(width, triton.cdiv(site.max_rank // len(site.slices), 16) * 16)
+    return SiteFactors(table.arena, table.packed, width, slice_width, table.alignment)
 
 
 def fused_experts(
