@@ -18,10 +18,10 @@ KINDS = ("upper", "reverse", "sort", "shift")
 
 
 def link(kind: str, folder: Path) -> Path:
-    """A folder with the files of one of the demo's adapters, hard-linked."""
+    """A folder of links to one of the demo's adapters; hard links would touch the files' ctime."""
     folder.mkdir(parents=True, exist_ok=True)
     for file in adapter_paths()[kind].iterdir():
-        os.link(file, folder / file.name)
+        (folder / file.name).symlink_to(file.resolve())
     return folder
 
 
