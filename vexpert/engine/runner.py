@@ -60,6 +60,7 @@ class Runner:
         logit_rows = _logit_rows(chunks, ends, prompt_rows)
         token_slots = slots[of_token]
         arrays = [_token_ids(chunks), positions, cache_rows, tables, logit_rows]
+        arrays += [np.concatenate([[0], ends]), starts + counts]
         active = tuple(sorted({slot for slot in slots.tolist() if slot >= 0}))
         if active:
             arrays += [token_slots, token_slots[logit_rows]]
@@ -72,7 +73,9 @@ class Runner:
             block_tables=tensors[3],
             cache_rows=tensors[2],
             logit_rows=tensors[4],
-            lora=self._view(tensors[5:], active),
+            query_starts=tensors[5],
+            kv_lens=tensors[6],
+            lora=self._view(tensors[7:], active),
         )
 
     def _view(self, slots: list[torch.Tensor], active: tuple[int, ...]) -> BatchView | None:

@@ -6,6 +6,7 @@ from typing import Protocol
 import torch
 
 from vexpert.lora.types import BatchView, LoraState, TargetMap
+from vexpert.ops.attention import AttentionBatch
 
 
 @dataclass(frozen=True)
@@ -37,6 +38,26 @@ class StepInput:
     cache_rows: torch.Tensor  # [T] int64: block * block_size + offset where each token's KV goes
     logit_rows: torch.Tensor  # [n] int64: rows of the step whose logits are wanted
     lora: BatchView | None
+    query_starts: torch.Tensor | None = None  # [B + 1] int64, on the device: sums of query_lens
+    kv_lens: torch.Tensor | None = None  # [B] int64, on the device: context_lens
+
+    def attention_batch(self, block_size: int) -> AttentionBatch:
+        """The step as attention kernels take it; makes the device arrays if they are not given."""
+        device = self.positions.device
+        starts, lens = self.query_starts, self.kv_lens
+        if starts is None:
+            counts = torch.tensor((0, *self.query_lens), device=device)
+            starts = counts.cumsum(0)
+        if lens is None:
+            lens = torch.tensor(self.context_lens, device=device)
+        return AttentionBatch(
+            query_starts=starts,
+            kv_lens=lens,
+            block_tables=self.block_tables,
+            block_size=block_size,
+            max_query_len=max(self.query_lens),
+            max_kv_len=max(self.context_lens),
+        )
 
 
 class ServedModel(Protocol):
