@@ -187,7 +187,8 @@ def test_order(tokens: int, top_k: int, experts: int, block_m: int) -> None:
 
 
 def factors_of(lora: ExpertsLora, pairs: int) -> PairFactors:
-    gate_up, down = (site_factors(pair, lora.active_slots) for pair in (lora.gate_up, lora.down))
+    gate_up = site_factors(lora.gate_up, lora.most_rank(is_down=False))
+    down = site_factors(lora.down, lora.most_rank(is_down=True))
     return PairFactors.empty(lora.slots, gate_up, down, pairs)
 
 

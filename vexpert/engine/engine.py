@@ -13,6 +13,7 @@ from vexpert.config import EngineConfig, allocating
 from vexpert.engine import boot
 from vexpert.engine.adapters import AdapterSource
 from vexpert.engine.block_pool import BlockPool
+from vexpert.engine.capture import Capturer
 from vexpert.engine.completion import Completer, request_output
 from vexpert.engine.detokenizer import Detokenizer
 from vexpert.engine.failure import no_token_error, not_finite_error
@@ -27,6 +28,7 @@ from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.scheduler import Chunk, Scheduler
 from vexpert.engine.validation import check_params, check_prompt
+from vexpert.engine.warmup import warm_up
 from vexpert.errors import AdapterNotFoundError, RequestError
 from vexpert.lora.types import AdapterInfo, AdapterRef
 from vexpert.models.types import ServedModel
@@ -39,6 +41,7 @@ class Engine:
 
     `add_request`, `abort`, `step` and `stats` belong to one thread; adapters may be loaded and
     unloaded from others. `model`, `tokenizer` and `adapters` are built from `config` unless given.
+    `capturer` makes graphs of decode steps where the device is not a GPU: for tests.
     """
 
     def __init__(
@@ -48,6 +51,7 @@ class Engine:
         model: ServedModel | None = None,
         tokenizer: Any = None,
         adapters: AdapterSource | None = None,
+        capturer: Capturer | None = None,
     ) -> None:
         self.config = config
         weights = boot.check_lora_options(config)
@@ -57,7 +61,9 @@ class Engine:
         self.model_info = model.info
         self.max_model_len = boot.decide_max_model_len(config, model.info)
         self._adapters = boot.make_adapters(config, model) if adapters is None else adapters
-        cache = decide_cache(config, model.info, self.max_model_len)
+        graphs = boot.make_graphs(config, model, self._adapters, self.max_model_len, capturer)
+        reserved = boot.graph_reserve(graphs, config)
+        cache = decide_cache(config, model.info, self.max_model_len, reserved)
         size = cache.num_blocks * cache.block_bytes
         with allocating(
             f"a KV cache of {size} bytes ({cache.reason})",
@@ -73,7 +79,7 @@ class Engine:
             max_requests_per_lora=config.max_requests_per_lora,
             weights=weights,
         )
-        self._runner = Runner(model, self._adapters, config.block_size)
+        self._runner = Runner(model, self._adapters, config.block_size, graphs)
         self._sampler = Sampler(config.seed)
         eos = model.info.eos_token_ids
         self._folder_of = lru_cache(maxsize=4096)(self._find_folder)
@@ -82,6 +88,12 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._prompt_tokens = self._generation_tokens = self._steps = 0
+        if model.info.device.type == "cuda" or capturer is not None:
+            warm_up(
+                *(model, graphs, cache.num_blocks, config.block_size),
+                config.max_num_batched_tokens,
+                config.max_num_seqs,
+            )
         boot.log_budgets(model, config, cache, self.max_model_len, self._adapters)
 
     def add_request(

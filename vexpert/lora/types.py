@@ -219,6 +219,24 @@ class TierUsage:
 
 
 @dataclass(frozen=True)
+class LoraSignature:
+    """All that the host decides by when it launches a step's LoRA: bounds, never exact values.
+
+    Steps with equal signatures launch the same kernels, so they may replay one captured graph.
+    """
+
+    ranks: tuple[int, ...]  # by site, no active adapter has more there; 0: none adapts it
+    adapters: int  # no more are active
+
+    def __hash__(self) -> int:
+        return self._hash
+
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.ranks, self.adapters))
+
+
+@dataclass(frozen=True)
 class BatchView:
     """Which adapter slot each row of this step uses."""
 
@@ -226,6 +244,7 @@ class BatchView:
     logit_slots: torch.Tensor  # [n] int64: slot of each row that lm_head computes
     active_slots: tuple[int, ...]  # distinct slots >= 0 of this step, ascending, on the host
     use_virtual_experts: bool = True
+    signature: LoraSignature | None = None  # None: layers look at the tables of `active_slots`
 
 
 NO_EXTRAS: dict[int, list[tuple[int, SiteExtra]]] = {}

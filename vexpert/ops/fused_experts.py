@@ -40,13 +40,13 @@ class FusedExpertsKernel:
     ) -> torch.Tensor:
         if hidden.shape[0] == 0:
             return torch.empty_like(hidden)
-        adapters = 0 if lora is None else len(lora.active_slots)
+        adapters = 0 if lora is None else lora.num_adapters
         plan = choose_plan(self.shape(topk_ids), adapters)
         return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan)
 
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
         """What the layer launches before its products: to be timed alone."""
-        plan = choose_plan(self.shape(topk_ids), len(lora.active_slots) if lora else 0)
+        plan = choose_plan(self.shape(topk_ids), lora.num_adapters if lora else 0)
         return _order(topk_ids, lora, self.experts.down.shape[0], plan.base)
 
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
@@ -76,15 +76,12 @@ def _can_use_pdl(device: torch.device) -> bool:
     return torch.cuda.get_device_capability(device)[0] >= 9
 
 
-def site_factors(
-    pair: tuple[LoraSite, SiteTable] | None, active_slots: tuple[int, ...]
-) -> SiteFactors | None:
+def site_factors(pair: tuple[LoraSite, SiteTable] | None, most_rank: int) -> SiteFactors | None:
     """A site as the kernels take it; shrunk rows are as wide as the widest active adapter needs."""
     if pair is None:
         return None
     site, table = pair
-    most = max((table.host_rank[slot] for slot in active_slots), default=0)
-    width = triton.cdiv(max(most, 1), 16) * 16
+    width = triton.cdiv(max(most_rank, 1), 16) * 16
     slice_width = min(width, triton.cdiv(site.max_rank // len(site.slices), 16) * 16)
     return SiteFactors(table.arena, table.packed, width, slice_width, table.alignment)
 
@@ -151,8 +148,8 @@ def _order(
 ) -> PairOrder:
     factors = None
     if lora is not None:
-        up = site_factors(lora.gate_up, lora.active_slots)
-        down = site_factors(lora.down, lora.active_slots)
+        up = site_factors(lora.gate_up, lora.most_rank(is_down=False))
+        down = site_factors(lora.down, lora.most_rank(is_down=True))
         factors = PairFactors.empty(lora.slots, up, down, topk_ids.numel())
     if plan.is_identity:
         return identity_order(topk_ids, factors, num_experts, plan.block_m)

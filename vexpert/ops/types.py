@@ -128,3 +128,18 @@ class ExpertsLora:
     active_slots: tuple[int, ...]
     gate_up: tuple[LoraSite, SiteTable] | None
     down: tuple[LoraSite, SiteTable] | None
+    most_ranks: tuple[int, int] | None = None  # bounds at gate_up and down; None: as the tables say
+    most_adapters: int | None = None  # bound of how many are active; None: as many as there are
+
+    @property
+    def num_adapters(self) -> int:
+        """No more adapters are active."""
+        return len(self.active_slots) if self.most_adapters is None else self.most_adapters
+
+    def most_rank(self, is_down: bool) -> int:
+        """No active adapter has a higher rank at this product."""
+        if self.most_ranks is not None:
+            return self.most_ranks[is_down]
+        pair = self.down if is_down else self.gate_up
+        ranks = [] if pair is None else pair[1].host_rank
+        return max((ranks[slot] for slot in self.active_slots if ranks), default=0)

@@ -43,7 +43,11 @@ class _ExpertsLora:
             (delta.site, delta.table) if is_adapted else None
             for delta, is_adapted in zip((self.gate_up, self.down), adapted, strict=True)
         )
-        return replace(hooks, fused=ExpertsLora(view.slots, view.active_slots, up, down))
+        ranks = self.gate_up.most_rank(view), self.down.most_rank(view)
+        count = len(view.active_slots) if view.signature is None else view.signature.adapters
+        return replace(
+            hooks, fused=ExpertsLora(view.slots, view.active_slots, up, down, ranks, count)
+        )
 
     def _can_fuse(self, view: BatchView) -> bool:
         """Extras and the classic path need the layer step by step."""

@@ -1,0 +1,122 @@
+"""Before an engine is ready: kernels compiled, decode graphs captured, so no request waits for it.
+
+A kernel is compiled for tiles that depend on how many rows a step has, and for integers that
+divide by 16 apart from those that do not. So the steps run here have each power of two, and a
+number a little below it, of tokens.
+"""
+
+import time
+
+import torch
+
+from vexpert.engine.graphs import DecodeGraphs
+from vexpert.log import get_logger
+from vexpert.lora.types import BatchView, LoraSignature
+from vexpert.models.types import ServedModel, StepInput
+
+logger = get_logger(__name__)
+
+RANK = 16  # of the adapters whose kernels are compiled; others compile some at their first use
+COUNTS = (1, 32)  # active adapters: one has runs of many rows, many have few
+
+
+def step_sizes(most: int) -> list[int]:
+    """Tokens of the steps to run, ascending; `most` is the last."""
+    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
+    odd = [power - 3 for power in powers if power > 8]
+    return sorted({*powers, *odd, most})
+
+
+def warm_up(
+    model: ServedModel,
+    graphs: DecodeGraphs | None,
+    num_blocks: int,
+    block_size: int,
+    most_tokens: int,
+    most_rows: int,
+) -> None:
+    """Run steps of all sizes on an empty cache, with LoRA's kernels if the model has tables.
+
+    What they write to the cache no request can see. Logs the time.
+    """
+    began = time.monotonic()
+    signatures = _signatures(model)
+    steps = _Steps(model, num_blocks * block_size, block_size)
+    with torch.inference_mode():
+        for tokens in step_sizes(min(most_tokens, num_blocks * block_size)):
+            for signature in signatures:
+                model.forward(steps.prompt(tokens, signature))
+        for rows in step_sizes(min(most_rows, num_blocks)):
+            for signature in signatures:
+                model.forward(steps.decode(rows, signature))
+        _synchronize(model)
+        compiled = time.monotonic()
+        if graphs is not None:
+            graphs.warm_up()
+            _synchronize(model)
+    captured = time.monotonic()
+    logger.info(
+        "warm-up: %.1f s for kernels, %.1f s for %d graphs of decode steps",
+        *(compiled - began, captured - compiled, 0 if graphs is None else graphs.num_captured),
+    )
+
+
+def _signatures(model: ServedModel) -> list[LoraSignature | None]:
+    """Without LoRA, and with adapters of one rank on every site."""
+    if model.lora.tables is None:
+        return [None]
+    ranks = tuple(RANK * len(site.slices) for site in model.targets.sites)
+    return [None, *(LoraSignature(ranks, count) for count in COUNTS)]
+
+
+def _synchronize(model: ServedModel) -> None:
+    if model.info.device.type == "cuda":
+        torch.cuda.synchronize(model.info.device)
+
+
+class _Steps:
+    """Steps over the first rows of the cache. Their LoRA views have kernels, and no adapter."""
+
+    def __init__(self, model: ServedModel, cache_rows: int, block_size: int) -> None:
+        self._device = model.info.device
+        self._longest = min(model.info.max_model_len, cache_rows)
+        self._block_size = block_size
+
+    def prompt(self, tokens: int, signature: LoraSignature | None) -> StepInput:
+        """One prompt, or more where the model's limit asks for it."""
+        lens = [self._longest] * (tokens // self._longest)
+        return self._step([*lens, tokens % self._longest], signature)
+
+    def decode(self, rows: int, signature: LoraSignature | None) -> StepInput:
+        """Sequences of one token."""
+        return self._step([1] * rows, signature)
+
+    def _step(self, lens: list[int], signature: LoraSignature | None) -> StepInput:
+        lens = [length for length in lens if length]
+        size, device = self._block_size, self._device
+        blocks = [-(-length // size) for length in lens]
+        width = max(blocks)
+        firsts = torch.tensor([0, *blocks]).cumsum(0)[:-1]
+        tables = firsts[:, None] + torch.arange(width).clamp(max=torch.tensor(blocks)[:, None] - 1)
+        positions = torch.cat([torch.arange(length) for length in lens])
+        sequence = torch.repeat_interleave(torch.tensor(lens))
+        cache_rows = tables[sequence, positions // size] * size + positions % size
+        ends = torch.tensor(lens).cumsum(0)
+        return StepInput(
+            token_ids=torch.zeros_like(positions).to(device),
+            positions=positions.to(device),
+            query_lens=tuple(lens),
+            context_lens=tuple(lens),
+            block_tables=tables.to(device),
+            cache_rows=cache_rows.to(device),
+            logit_rows=(ends - 1).to(device),
+            query_starts=torch.cat([torch.zeros(1, dtype=torch.int64), ends]).to(device),
+            kv_lens=torch.tensor(lens, device=device),
+            lora=self._view(len(positions), len(lens), signature),
+        )
+
+    def _view(self, rows: int, sequences: int, signature: LoraSignature | None) -> BatchView | None:
+        if signature is None:
+            return None
+        slots = torch.full((rows,), -1, device=self._device)
+        return BatchView(slots, slots[:sequences], (0,), True, signature)
