@@ -231,7 +231,7 @@ class FakeModel:
         self.cache = garbage  # [rows] int64
 
     def why_not_captured(self) -> str | None:
-        return None
+        return None if self.info.device.type == "cpu" else "it computes on the host"
 
     def forward(self, step: StepInput) -> torch.Tensor:
         if self.record:

@@ -67,11 +67,13 @@ class DecodeRows:
         sequences = [chunk.sequence for chunk in chunks]
         n = len(sequences)
         arrays = self.arrays
-        arrays.token_ids[:n] = [sequence.tokens[-1] for sequence in sequences]
+        token_ids = [sequence.tokens[-1] for sequence in sequences]
         if sequences == self._sequences:
+            arrays.token_ids[:n] = token_ids
             self._advance(n)
             return None
         self.clear()
+        arrays.token_ids[:n] = token_ids
         positions = np.array([chunk.start for chunk in chunks])
         arrays.positions[:n] = positions
         arrays.kv_lens[:n] = positions + 1
