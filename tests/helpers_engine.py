@@ -151,7 +151,8 @@ class FakeManager:
 
 def on_host(step: StepInput) -> StepInput:
     """The same step with all tensors on the CPU, without the padding of a captured step."""
-    assert step.query_starts is not None and step.kv_lens is not None
+    assert step.query_starts is not None
+    assert step.kv_lens is not None
     names = ["token_ids", "positions", "block_tables", "cache_rows", "logit_rows"]
     names += ["query_starts", "kv_lens"]
     view = step.lora
@@ -164,13 +165,16 @@ def on_host(step: StepInput) -> StepInput:
 
 def without_padding(step: StepInput) -> StepInput:
     """The rows in front, up to the first sequence without a query; checks that the rest is idle."""
-    assert step.query_starts is not None and step.kv_lens is not None
+    assert step.query_starts is not None
+    assert step.kv_lens is not None
     query_lens = step.query_starts.diff().tolist()
     count = len(query_lens) - query_lens.count(0)
     if count == len(query_lens):
         return step
-    assert set(query_lens[count:]) == {0} and set(step.query_lens) == {1}
-    assert (step.cache_rows[count:] == -1).all() and not step.kv_lens[count:].any()
+    assert set(query_lens[count:]) == {0}
+    assert set(step.query_lens) == {1}
+    assert (step.cache_rows[count:] == -1).all()
+    assert not step.kv_lens[count:].any()
     view = step.lora
     if view is not None:
         assert (view.slots[count:] == -1).all()

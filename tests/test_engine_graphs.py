@@ -39,10 +39,13 @@ def make_captured(share: float = 1.0, **options: Any) -> tuple[Engine, EagerCapt
 @pytest.mark.parametrize("most", [1, 2, 7, 16, 17, 48, 100, 256, 300, 1000])
 def test_sizes_rise_to_the_most_rows_and_waste_little(most: int) -> None:
     sizes = graph_sizes(most)
-    assert list(sizes) == sorted(set(sizes)) and sizes[0] == 1 and sizes[-1] == most
+    assert list(sizes) == sorted(set(sizes))
+    assert sizes[0] == 1
+    assert sizes[-1] == most
     for rows in range(1, most + 1):
         size = next(size for size in sizes if size >= rows)
-        assert size - rows <= max(1, rows // 2) and size <= rows + 63
+        assert size - rows <= max(1, rows // 2)
+        assert size <= rows + 63
     assert len(graph_sizes(256)) <= 36
 
 
@@ -130,7 +133,8 @@ def test_adapters_with_extras_run_eagerly() -> None:
     before = capturer.captures
     engine.model.lora.installed = {0: {}}
     assert serve(engine, "red", None) == serve(make_engine(), "red", None)
-    assert capturer.captures == before and capturer.replays == 0
+    assert capturer.captures == before
+    assert capturer.replays == 0
     engine.model.lora.installed = {}
     serve(engine, "red", None)
     assert capturer.replays > 0
@@ -148,7 +152,8 @@ def test_lora_graphs_are_bounded_and_base_ones_stay(monkeypatch: pytest.MonkeyPa
     assert [key.size for key in kept._lora] == [2, 3]
     serve(engine, "red", "red")
     assert [key.size for key in kept._lora] == [3, 2]
-    assert capturer.captures == base + 6 and len(kept._base) == base
+    assert capturer.captures == base + 6
+    assert len(kept._base) == base
 
 
 def test_while_a_capture_has_to_wait_a_larger_graph_or_an_eager_step_serves() -> None:
@@ -157,10 +162,12 @@ def test_while_a_capture_has_to_wait_a_larger_graph_or_an_eager_step_serves() ->
     before, replays = capturer.captures, capturer.replays
     graphs_of(engine)._may_capture = float("inf")
     assert serve(engine, "red", None) == expected[:2]  # in the graph of three rows
-    assert capturer.captures == before and capturer.replays > replays
+    assert capturer.captures == before
+    assert capturer.replays > replays
     replays = capturer.replays
     four = serve(engine, "red", None, "blue", None)
-    assert four[:3] == expected and (capturer.captures, capturer.replays) == (before, replays)
+    assert four[:3] == expected
+    assert (capturer.captures, capturer.replays) == (before, replays)
 
 
 def test_what_a_graph_covers() -> None:
@@ -232,7 +239,8 @@ def test_buffers_tell_padding_from_rows() -> None:
     assert arrays.query_starts[:6].tolist() == [0, 1, 2, 3, 3, 3]
     assert arrays.kv_lens[:4].tolist() == [8, 8, 8, 0]
     assert arrays.slots[:4].tolist() == [-1, 0, 0, -1]
-    assert (arrays.cache_rows[3:] == -1).all() and (arrays.cache_rows[:3] >= 0).all()
+    assert (arrays.cache_rows[3:] == -1).all()
+    assert (arrays.cache_rows[:3] >= 0).all()
     assert np.array_equal(arrays.positions[:4], [7, 7, 7, 0])
     logits = graphs_of(engine)._buffers.logits
     assert torch.isfinite(logits[:3]).all()

@@ -78,6 +78,7 @@ class DecodeGraphs:
         self._base: dict[GraphKey, Callable[[], None]] = {}
         self._lora: OrderedDict[GraphKey, Callable[[], None]] = OrderedDict()  # last used last
         self.num_captured = 0
+        self.last: Callable[[], None] | None = None  # what the last step replayed
         self.is_off = False  # after a failure
 
     def forget_rows(self) -> None:
@@ -99,6 +100,7 @@ class DecodeGraphs:
         replay = self._find(GraphKey(size, None if view is None else view.signature), view)
         if replay is None:
             return None
+        self.last = replay
         replay()
         return self._buffers.logits[: len(chunks)]
 

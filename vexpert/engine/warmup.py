@@ -35,20 +35,11 @@ def warm_up(
     most_tokens: int,
     most_rows: int,
 ) -> None:
-    """Run steps of all sizes on an empty cache, with LoRA's kernels if the model has tables.
-
-    What they write to the cache no request can see. Logs the time.
-    """
+    """Compile kernels on a GPU, then capture graphs; logs the time. The cache must be empty."""
     began = time.monotonic()
-    signatures = _signatures(model)
-    steps = _Steps(model, num_blocks * block_size, block_size)
     with torch.inference_mode():
-        for tokens in step_sizes(min(most_tokens, num_blocks * block_size)):
-            for signature in signatures:
-                model.forward(steps.prompt(tokens, signature))
-        for rows in step_sizes(min(most_rows, num_blocks)):
-            for signature in signatures:
-                model.forward(steps.decode(rows, signature))
+        if model.info.device.type == "cuda":
+            compile_kernels(model, num_blocks, block_size, most_tokens, most_rows)
         _synchronize(model)
         compiled = time.monotonic()
         if graphs is not None:
@@ -59,6 +50,23 @@ def warm_up(
         "warm-up: %.1f s for kernels, %.1f s for %d graphs of decode steps",
         *(compiled - began, captured - compiled, 0 if graphs is None else graphs.num_captured),
     )
+
+
+def compile_kernels(
+    model: ServedModel, num_blocks: int, block_size: int, most_tokens: int, most_rows: int
+) -> None:
+    """Run steps of all sizes, with LoRA's kernels too if the model has tables.
+
+    What they write to the cache no request can see.
+    """
+    steps = _Steps(model, num_blocks * block_size, block_size)
+    prompts = step_sizes(min(most_tokens, num_blocks * block_size))
+    rows = step_sizes(min(most_rows, num_blocks))
+    for signature in _signatures(model):
+        for tokens in prompts:
+            model.forward(steps.prompt(tokens, signature))
+        for count in rows:
+            model.forward(steps.decode(count, signature))
 
 
 def _signatures(model: ServedModel) -> list[LoraSignature | None]:
