@@ -241,6 +241,7 @@ def test_steps_of_the_warm_up_run_with_and_without_lora(models: Models, device: 
     forward = model.raw_logits
 
     def watched(step: Any) -> torch.Tensor:
+        assert step.kv_lens is not None
         seen.append((len(step.token_ids), step.lora is not None))
         logits = forward(step)
         assert torch.isfinite(logits).all()
@@ -248,6 +249,9 @@ def test_steps_of_the_warm_up_run_with_and_without_lora(models: Models, device: 
 
     model.raw_logits = watched  # type: ignore[method-assign]
     compile_kernels(model, 8, 4, 20, 3)
-    sizes = step_sizes(20) + step_sizes(3)
-    assert sizes == [1, 2, 4, 8, 13, 16, 20, 1, 2, 3]
+    sizes = [1, 3, 4, 16, 20]
     assert seen == [(n, False) for n in sizes] + [(n, True) for n in sizes] * 2
+    seen.clear()
+    compile_kernels(model, 8, 4, 0, 5)
+    assert [n for n, _ in seen] == [1, 4, 5] * 3
+    assert step_sizes(2048) == [1, 4, 16, 64, 256, 1024, 2048]

@@ -93,6 +93,7 @@ class Engine:
                 *(model, graphs, cache.num_blocks, config.block_size),
                 config.max_num_batched_tokens,
                 config.max_num_seqs,
+                config.warm_up,
             )
         boot.log_budgets(model, config, cache, self.max_model_len, self._adapters)
 

@@ -1,8 +1,7 @@
 """Before an engine is ready: kernels compiled, decode graphs captured, so no request waits for it.
 
-A kernel is compiled for tiles that depend on how many rows a step has, and for integers that
-divide by 16 apart from those that do not. So the steps run here have each power of two, and a
-number a little below it, of tokens.
+Which tiles a kernel is compiled for depends on how many rows a step has; a choice holds for a
+factor of four rows at least (`ops/moe_plans.json`), so powers of four meet them all.
 """
 
 import time
@@ -21,10 +20,8 @@ COUNTS = (1, 32)  # active adapters: one has runs of many rows, many have few
 
 
 def step_sizes(most: int) -> list[int]:
-    """Tokens of the steps to run, ascending; `most` is the last."""
-    powers = [1 << i for i in range(most.bit_length()) if 1 << i < most]
-    odd = [power - 3 for power in powers if power > 8]
-    return sorted({*powers, *odd, most})
+    """Rows of the steps to run, ascending; `most` is the last."""
+    return [*(4**i for i in range(most.bit_length()) if 4**i < most), most]
 
 
 def warm_up(
@@ -34,12 +31,17 @@ def warm_up(
     block_size: int,
     most_tokens: int,
     most_rows: int,
+    scope: str = "all",
 ) -> None:
-    """Compile kernels on a GPU, then capture graphs; logs the time. The cache must be empty."""
+    """Compile kernels on a GPU, then capture graphs; logs the time. The cache must be empty.
+
+    `scope`: "all"; "decode": no prompts; "none": graphs alone, with the kernels that they need.
+    """
     began = time.monotonic()
     with torch.inference_mode():
-        if model.info.device.type == "cuda":
-            compile_kernels(model, num_blocks, block_size, most_tokens, most_rows)
+        if model.info.device.type == "cuda" and scope != "none":
+            prompts = most_tokens if scope == "all" else 0
+            compile_kernels(model, num_blocks, block_size, prompts, most_rows)
         _synchronize(model)
         compiled = time.monotonic()
         if graphs is not None:
@@ -55,18 +57,25 @@ def warm_up(
 def compile_kernels(
     model: ServedModel, num_blocks: int, block_size: int, most_tokens: int, most_rows: int
 ) -> None:
-    """Run steps of all sizes, with LoRA's kernels too if the model has tables.
+    """Run decode steps of up to `most_rows`, and prompts of up to `most_tokens`, 0 for none.
 
-    What they write to the cache no request can see.
+    With LoRA's kernels too if the model has tables. What these steps write to the cache no request
+    can see.
     """
     steps = _Steps(model, num_blocks * block_size, block_size)
-    prompts = step_sizes(min(most_tokens, num_blocks * block_size))
-    rows = step_sizes(min(most_rows, num_blocks))
+    most_rows, most_tokens = min(most_rows, num_blocks), min(most_tokens, num_blocks * block_size)
+    rows = step_sizes(most_rows)
+    # Below most_rows a prompt has the kernels of a decode step, but for its attention.
+    prompts = [n for n in step_sizes(most_tokens) if n in (4, most_tokens) or n > most_rows]
     for signature in _signatures(model):
-        for tokens in prompts:
-            model.forward(steps.prompt(tokens, signature))
+        began = time.monotonic()
         for count in rows:
             model.forward(steps.decode(count, signature))
+        for tokens in prompts if most_tokens else ():
+            model.forward(steps.prompt(tokens, signature))
+        _synchronize(model)
+        what = "base" if signature is None else f"LoRA, up to {signature.adapters} adapters"
+        logger.info("warm-up, %s: kernels in %.1f s", what, time.monotonic() - began)
 
 
 def _signatures(model: ServedModel) -> list[LoraSignature | None]:
