@@ -147,17 +147,22 @@ def _report(
     from vexpert.bench.engine.report import HEADING, CellRow, is_peers_model
 
     alone = [dataclasses.replace(cell, adapters=0) for cell in cells]
-    base = _measure(args, dataclasses.replace(config, enable_lora=False), [], alone, mix)
-    lora = _measure(args, config, modules, cells, mix) if config.enable_lora else {}
-    print(HEADING)
     peers = shape is not None and is_peers_model(shape.name, rank)
-    rows = [CellRow(cell, "base", timing, None, None, peers) for cell, timing in base.items()]
+    rows: list[CellRow] = []
+
+    def show(row: CellRow) -> None:
+        rows.append(row)
+        print(row.line(), flush=True)
+
+    base = _measure(args, dataclasses.replace(config, enable_lora=False), [], alone, mix)
+    print(HEADING)
+    for cell, timing in base.items():
+        show(CellRow(cell, "base", timing, None, None, peers))
+    lora = _measure(args, config, modules, cells, mix) if config.enable_lora else {}
     for cell, timing in lora.items():
         floor = _floor(shape, cell, rank, mix)
         beside = base[dataclasses.replace(cell, adapters=0)]
-        rows.append(CellRow(cell, "lora", timing, beside, floor, peers))
-    for row in rows:
-        print(row.line())
+        show(CellRow(cell, "lora", timing, beside, floor, peers))
     _print_json(args, rows, shape, rank, mix)
     return 0
 
