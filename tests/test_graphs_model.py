@@ -19,7 +19,7 @@ from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
 from vexpert.engine.graphs import DecodeGraphs
 from vexpert.engine.sampling_params import SamplingParams
-from vexpert.engine.warmup import compile_kernels, step_sizes
+from vexpert.engine.warmup import run_steps, step_sizes
 from vexpert.models.loader import serve
 from vexpert.models.served import TransformersModel
 from vexpert.ops import attention as attention_ops
@@ -248,10 +248,10 @@ def test_steps_of_the_warm_up_run_with_and_without_lora(models: Models, device: 
         return logits
 
     model.raw_logits = watched  # type: ignore[method-assign]
-    compile_kernels(model, 8, 4, 20, 3)
+    run_steps(model, 8, 4, 20, 3)
     sizes = [1, 3, 4, 16, 20]
     assert seen == [(n, False) for n in sizes] + [(n, True) for n in sizes] * 2
     seen.clear()
-    compile_kernels(model, 8, 4, 0, 5)
+    run_steps(model, 8, 4, 0, 5)
     assert [n for n, _ in seen] == [1, 4, 5] * 3
     assert step_sizes(2048) == [1, 4, 16, 64, 256, 1024, 2048]

@@ -40,8 +40,13 @@ def warm_up(
     began = time.monotonic()
     with torch.inference_mode():
         if model.info.device.type == "cuda" and scope != "none":
-            prompts = most_tokens if scope == "all" else 0
-            compile_kernels(model, num_blocks, block_size, prompts, most_rows)
+            from vexpert.kernels.compile_ahead import compile_only  # needs Triton
+
+            sizes = num_blocks, block_size, most_tokens if scope == "all" else 0, most_rows
+            with compile_only():
+                run_steps(model, *sizes)
+            logger.info("warm-up: kernels compiled in %.1f s", time.monotonic() - began)
+            run_steps(model, *sizes)
         _synchronize(model)
         compiled = time.monotonic()
         if graphs is not None:
@@ -54,7 +59,7 @@ def warm_up(
     )
 
 
-def compile_kernels(
+def run_steps(
     model: ServedModel, num_blocks: int, block_size: int, most_tokens: int, most_rows: int
 ) -> None:
     """Run decode steps of up to `most_rows`, and prompts of up to `most_tokens`, 0 for none.
@@ -75,7 +80,7 @@ def compile_kernels(
             model.forward(steps.prompt(tokens, signature))
         _synchronize(model)
         what = "base" if signature is None else f"LoRA, up to {signature.adapters} adapters"
-        logger.info("warm-up, %s: kernels in %.1f s", what, time.monotonic() - began)
+        logger.info("warm-up, %s: steps run in %.1f s", what, time.monotonic() - began)
 
 
 def _signatures(model: ServedModel) -> list[LoraSignature | None]:
