@@ -270,6 +270,7 @@ class FakeModel:
         assert len(step.block_tables) == len(step.query_lens) == len(step.context_lens)
         assert len(set(step.cache_rows.tolist())) == total, "two tokens write one cache row"
         assert step.block_tables.min() >= 0
+        assert step.token_ids.min() >= 0, "a token that nobody has chosen"
         assert int(step.block_tables.max()) * self.block_size < len(self.cache)
         expected = [
             position
@@ -337,6 +338,7 @@ def make_engine(
     tokenizer: Any = None,
     device: str = "cpu",
     capturer: Capturer | None = None,
+    overlap: bool | None = None,
     **options: Any,
 ) -> Engine:
     """An engine on the fakes; each adapter's content comes from its name as its path."""
@@ -351,6 +353,7 @@ def make_engine(
         tokenizer=tokenizer or FakeTokenizer(),
         adapters=manager,
         capturer=capturer,
+        overlap=overlap,
     )
 
 

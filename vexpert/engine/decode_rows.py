@@ -23,6 +23,7 @@ class RowArrays(NamedTuple):
     query_starts: np.ndarray  # [most + 1] 0, 1, .. n, n, n: padding has no query
     cells: np.ndarray  # [most] place in the flat block tables that gets a new id
     blocks: np.ndarray  # [most] the id
+    sources: np.ndarray  # [most] row of the last step that chose the token; most + row: `token_ids`
 
 
 def buffer_size(most: int) -> int:
@@ -48,6 +49,7 @@ class DecodeRows:
         self.width = width
         self._block_size = block_size
         self._spare_cell = most * width
+        self._own = np.arange(most, 2 * most)
         self.buffer = np.zeros(buffer_size(most), dtype=np.int64)
         self.arrays = RowArrays(*(self.buffer[a:b] for a, b in row_bounds(most)))
         self.active_slots: tuple[int, ...] = ()
@@ -67,13 +69,15 @@ class DecodeRows:
         sequences = [chunk.sequence for chunk in chunks]
         n = len(sequences)
         arrays = self.arrays
-        token_ids = [sequence.tokens[-1] for sequence in sequences]
-        if sequences == self._sequences:
-            arrays.token_ids[:n] = token_ids
+        is_same = sequences == self._sequences
+        if not is_same:
+            self.clear()
+        arrays.token_ids[:n] = [sequence.tokens[-1] for sequence in sequences]
+        sources = np.array([sequence.source for sequence in sequences])
+        arrays.sources[:n] = np.where(sources >= 0, sources, self._own[:n])
+        if is_same:
             self._advance(n)
             return None
-        self.clear()
-        arrays.token_ids[:n] = token_ids
         positions = np.array([chunk.start for chunk in chunks])
         arrays.positions[:n] = positions
         arrays.kv_lens[:n] = positions + 1
@@ -90,7 +94,8 @@ class DecodeRows:
         self.forget()
         self.active_slots = ()
         arrays = self.arrays
-        for array, value in zip(arrays, (0, 0, -1, 0, -1, 0, self._spare_cell, 0), strict=True):
+        values = (0, 0, -1, 0, -1, 0, self._spare_cell, 0, self._own)
+        for array, value in zip(arrays, values, strict=True):
             array[:] = value
 
     def _advance(self, n: int) -> None:

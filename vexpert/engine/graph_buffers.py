@@ -23,7 +23,10 @@ class GraphBuffers:
         self._limit = width * block_size
         self._staging = Staging(device)
         with torch.inference_mode(False):
-            self._flat = torch.zeros(buffer_size(most), dtype=torch.int64, device=device)
+            # The tokens of the last step, then the buffer of rows, which begins with token ids.
+            both = torch.zeros(most + buffer_size(most), dtype=torch.int64, device=device)
+            self._chosen, self._flat = both[:most], both[most:]
+            self._tokens = both[: 2 * most]
             self._tables = torch.zeros(most + 1, width, dtype=torch.int64, device=device)
             self._row_numbers = torch.arange(most, device=device)
             self.logits = torch.zeros(most, info.vocab_size, device=device)
@@ -38,12 +41,17 @@ class GraphBuffers:
 
     def slots(self, size: int) -> torch.Tensor:
         """Adapter slot of each row, [size] int64 on the device."""
-        return self.parts[RowArrays._fields.index("slots")][:size]
+        return self._part("slots")[:size]
 
-    def upload(self, chunks: list[Chunk]) -> None:
-        """Show the graphs a step of one token a chunk."""
+    def _part(self, name: str) -> torch.Tensor:
+        return self.parts[RowArrays._fields.index(name)]
+
+    def upload(self, chunks: list[Chunk], chosen: torch.Tensor | None) -> None:
+        """Show the graphs a step of one token a chunk; `chosen` [m]: tokens of the step before."""
         tables = self.rows.advance(chunks)
         self._fill()
+        if chosen is not None:  # NO_TOKEN becomes any other: its sequence ends there
+            torch.clamp(chosen, min=0, out=self._chosen[: len(chosen)])
         if tables is not None:
             count, width = tables.shape
             (new,) = self._staging.to_device([tables])
@@ -59,8 +67,12 @@ class GraphBuffers:
 
     def update_tables(self, size: int) -> None:
         """Write the step's new block ids to the tables. On the device: part of a graph."""
-        cells, blocks = self.parts[-2][:size], self.parts[-1][:size]
-        self._tables.view(-1).scatter_(0, cells, blocks)
+        cells, blocks = self._part("cells"), self._part("blocks")
+        self._tables.view(-1).scatter_(0, cells[:size], blocks[:size])
+
+    def tokens(self, size: int) -> torch.Tensor:
+        """Token of each row, [size] int64, from the host or the step before: part of a graph."""
+        return self._tokens.index_select(0, self._part("sources")[:size])
 
     def step(self, size: int, view: BatchView | None) -> StepInput:
         """The first `size` rows as a step; its tensors are the buffers themselves."""

@@ -5,6 +5,7 @@ nothing and attends to nothing. A graph serves any adapters in any slots that ha
 since slots and site tables are tensors on the device.
 """
 
+import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -85,14 +86,15 @@ class DecodeGraphs:
         """Another step has run: tokens have moved on without these buffers."""
         self._buffers.rows.forget()
 
-    def run(self, chunks: list[Chunk]) -> torch.Tensor | None:
+    def run(self, chunks: list[Chunk], chosen: torch.Tensor | None = None) -> torch.Tensor | None:
         """Logits [len(chunks), V] float32 of a step of one token a chunk; writes its KV.
 
-        They are valid until the next step. None: this step has to run eagerly, nothing is done.
+        `chosen`: see `Runner.run`. The logits are valid until the next step. None: this step has to
+        run eagerly, nothing is done.
         """
         if self.is_off or len(chunks) > self.sizes[-1]:
             return None
-        self._buffers.upload(chunks)
+        self._buffers.upload(chunks, chosen)
         size = next(size for size in self.sizes if size >= len(chunks))
         view = self._view(size)
         if view is not None and not self._can_capture(view):
@@ -134,7 +136,9 @@ class DecodeGraphs:
 
         def run() -> None:
             self._buffers.update_tables(key.size)
-            self._buffers.logits[: key.size] = self._model.raw_logits(step)
+            tokens = self._buffers.tokens(key.size)
+            logits = self._model.raw_logits(dataclasses.replace(step, token_ids=tokens))
+            self._buffers.logits[: key.size] = logits
 
         began = time.monotonic()
         try:

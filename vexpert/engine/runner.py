@@ -51,24 +51,32 @@ class Runner:
         self._staging = Staging(model.info.device)
         self._graphs = graphs
 
-    def run(self, chunks: list[Chunk]) -> StepResult:
-        """One forward pass over `chunks`; writes their KV. Logits live until the next step."""
+    def run(self, chunks: list[Chunk], chosen: torch.Tensor | None = None) -> StepResult:
+        """One forward pass over `chunks`; writes their KV. Logits live until the next step.
+
+        `chosen` [m] int64, on the device: the tokens of the step before, for sequences whose last
+        token the host does not know yet.
+        """
         sampled = [c.sequence for c in chunks if c.start + c.size == len(c.sequence.tokens)]
         prompt_rows = [rows for chunk in chunks if (rows := _prompt_rows(chunk)).size > 0]
         logits = None
         if self._graphs is not None and not prompt_rows and _is_decode(chunks, sampled):
-            logits = self._graphs.run(chunks)
+            logits = self._graphs.run(chunks, chosen)
         if logits is None:
-            logits = self._run_eagerly(chunks, prompt_rows)
+            logits = self._run_eagerly(chunks, prompt_rows, chosen)
         split = len(sampled)
         return StepResult(sampled, logits[:split], prompt_rows, logits[split:])
 
-    def _run_eagerly(self, chunks: list[Chunk], prompt_rows: list[PromptRows]) -> torch.Tensor:
+    def _run_eagerly(
+        self, chunks: list[Chunk], prompt_rows: list[PromptRows], chosen: torch.Tensor | None
+    ) -> torch.Tensor:
         if self._graphs is not None:
             self._graphs.forget_rows()
-        return self._model.forward(self._step_input(chunks, prompt_rows))
+        return self._model.forward(self._step_input(chunks, prompt_rows, chosen))
 
-    def _step_input(self, chunks: list[Chunk], prompt_rows: list[PromptRows]) -> StepInput:
+    def _step_input(
+        self, chunks: list[Chunk], prompt_rows: list[PromptRows], chosen: torch.Tensor | None
+    ) -> StepInput:
         counts = np.array([chunk.size for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         slots = np.array([chunk.sequence.slot for chunk in chunks])
@@ -83,9 +91,16 @@ class Runner:
         arrays = [_token_ids(chunks), positions, cache_rows, tables, logit_rows]
         arrays += [np.concatenate([[0], ends]), starts + counts]
         active = tuple(sorted({slot for slot in slots.tolist() if slot >= 0}))
+        sources = np.array([chunk.sequence.source for chunk in chunks])
+        unknown = sources >= 0
+        arrays += [(ends - 1)[unknown], sources[unknown]]
         if active:
             arrays += [token_slots, token_slots[logit_rows]]
         tensors = self._staging.to_device(arrays)
+        if unknown.any():
+            assert chosen is not None, "a token is unknown, but no step is under way"
+            tokens = chosen.index_select(0, tensors[8]).clamp(min=0)  # NO_TOKEN: it ends there
+            tensors[0].index_copy_(0, tensors[7], tokens)
         return StepInput(
             token_ids=tensors[0],
             positions=tensors[1],
@@ -96,7 +111,7 @@ class Runner:
             logit_rows=tensors[4],
             query_starts=tensors[5],
             kv_lens=tensors[6],
-            lora=self._view(tensors[7:], active),
+            lora=self._view(tensors[9:], active),
         )
 
     def _view(self, slots: list[torch.Tensor], active: tuple[int, ...]) -> BatchView | None:
