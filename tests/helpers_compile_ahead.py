@@ -4,12 +4,19 @@ import json
 import sys
 
 import torch
+import triton
+import triton.language as tl
 from helpers_compile import Driver
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
 from vexpert.kernels.combine import _combine_kernel, combine
 from vexpert.kernels.compile_ahead import compile_only
+
+
+@triton.jit
+def _broken(x):
+    tl.store(x, unknown)  # noqa: F821
 
 
 def launch(dtype: torch.dtype) -> None:
@@ -32,6 +39,14 @@ def main() -> None:
             raise KeyError("of the block")
     except KeyError:
         said["restored after an error"] = JITFunction.run is run
+    try:
+        with compile_only(threads=2):
+            _broken[(1,)](torch.zeros(4, dtype=torch.int32))
+    except triton.CompilationError:
+        said["a kernel that is wrong raises"] = True
+    with compile_only(threads=2):
+        launch(torch.float32)
+    said["kernels at last"] = len(compiled[0][0])
     sys.stdout.write(json.dumps(said) + "\n")
 
 

@@ -39,4 +39,6 @@ def test_kernels_are_compiled_ahead_without_a_launch() -> None:
         "are compiled": True,
         "restored": True,
         "restored after an error": True,
+        "a kernel that is wrong raises": True,
+        "kernels at last": 3,
     }

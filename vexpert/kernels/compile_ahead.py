@@ -10,6 +10,7 @@ from contextlib import contextmanager
 from typing import Any
 
 import triton
+from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
 MOST_THREADS = 16
@@ -38,3 +39,5 @@ def compile_only(threads: int | None = None) -> Iterator[None]:
                 yield
         finally:
             JITFunction.run = run
+            # Left set by a kernel that could not be compiled: every later block would be refused.
+            _async_compile.active_mode.set(None)
