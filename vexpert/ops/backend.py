@@ -14,7 +14,7 @@ import torch
 from vexpert.errors import UnsupportedError
 from vexpert.log import get_logger, log_once
 from vexpert.ops.routing import Arrangement, Routing
-from vexpert.ops.types import ExpertsLora, ExpertsTensors, LoraSite, SiteTable
+from vexpert.ops.types import ExpertsLora, ExpertsTensors, LoraSite, PackedLora, SiteTable
 
 __all__ = ["Arrangement", "LoraBackend", "Routing", "check_operands", "select_backend"]
 
@@ -42,6 +42,7 @@ class LoraBackend(Protocol):
 
     name: str
     can_fuse: bool  # whether it has whole layers of routed experts as one operation
+    can_pack: bool  # whether `packed_linear` beats one product for each site
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
@@ -100,6 +101,19 @@ class LoraBackend(Protocol):
         x_rows: torch.Tensor | None = None,
     ) -> None:
         """The same as `route` and `apply`, one adapter after another: the classic path."""
+
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: PackedLora | None,
+    ) -> torch.Tensor:
+        """y [R, out] = W x + bias + each site's B A x; x [R, in], weight [out, in], bias [out].
+
+        `out` is the sum of the sites' outputs. Which product the base takes depends on shapes
+        alone, so rows without an adapter are equal, bit for bit, with `lora` and without.
+        """
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExperts | None:
         """The layer as one operation; None: this backend runs it step by step."""

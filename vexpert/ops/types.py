@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from vexpert.kernels.activations import Activation
+from vexpert.ops.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -97,6 +98,27 @@ class SiteTable:
     def _slice_rows(self, index: int) -> torch.Tensor:
         slices = (self.packed.shape[0] - 3) // 4
         return self.packed[3 + index * slices : 3 + (index + 1) * slices]
+
+
+@dataclass(frozen=True)
+class PackedLora:
+    """One step's adapters on dense sites that read one input and write adjacent columns, in order.
+
+    Every site has num_experts 1 and one slice, which is its whole output.
+    """
+
+    sites: tuple[LoraSite, ...]
+    tables: tuple[SiteTable, ...]
+    routing: Routing  # of the input's rows, by the backend's `route` without experts
+    active_slots: tuple[int, ...]
+
+    @property
+    def most_rank(self) -> int:
+        """The largest rank of an active slot at any of the sites; known on the host."""
+        return max(
+            (table.host_rank[slot] for table in self.tables for slot in self.active_slots),
+            default=0,
+        )
 
 
 @dataclass(frozen=True)
