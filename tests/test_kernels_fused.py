@@ -5,7 +5,8 @@ import itertools
 import pytest
 import torch
 
-from vexpert.kernels.rms_norm import FORMS, Norm, add_rms_norm, reference_rms_norm, rms_norm
+from vexpert.kernels.norms import FORMS, Norm, reference_rms_norm
+from vexpert.kernels.rms_norm import add_rms_norm, rms_norm
 from vexpert.kernels.rope_write import Heads, Rope, reference_rotate, rope_write
 from vexpert.kernels.router_topk import Choice, reference_router_topk, router_topk
 

@@ -1,15 +1,7 @@
 """RMS norm of rows, alone or after a residual add, in one launch; rounds as model classes do.
 
   total[t] = residual[t] + multiplier * x[t]        x[t] alone without a residual
-  n        = total[t] / sqrt(mean of total[t]^2 + eps)
-  y[t]     = by `form`, in x's dtype; float32 inside, round() is to x's dtype:
-
-| form | y |
-|---|---|
-| rounded | weight * round(n): Llama, Qwen, Mixtral |
-| wide | round(weight * n): gpt-oss |
-| one_plus | round((1 + weight) * n): Gemma |
-| plain | round(n): no weight |
+  y[t]     = norm of total[t], by the forms of norms.py; float32 inside
 
 | array | shape | holds |
 |---|---|---|
@@ -18,26 +10,12 @@
 | total, y | [T, W] | contiguous; the multiple of x and the sum are each rounded |
 """
 
-from dataclasses import dataclass
-
 import torch
 import triton
 import triton.language as tl
 
 from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
-
-FORMS = ("rounded", "wide", "one_plus", "plain")
-MAX_WIDTH = 16384  # a row lies in the registers of one program
-
-
-@dataclass(frozen=True)
-class Norm:
-    """A norm as the table above has it."""
-
-    weight: torch.Tensor | None  # [W]; None: "plain"
-    width: int
-    eps: float
-    form: str
+from vexpert.kernels.norms import MAX_WIDTH, Norm
 
 
 @triton.jit
@@ -159,15 +137,3 @@ def add_rms_norm(
     rows = (x.reshape(-1, norm.width), residual.reshape(-1, norm.width))
     total, y = _launch(*rows, norm, multiplier, pdl)
     return total.view(x.shape), y.view(x.shape)
-
-
-def reference_rms_norm(x: torch.Tensor, norm: Norm) -> torch.Tensor:
-    """The same in PyTorch, with the same roundings."""
-    wide = x.float()
-    n = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + norm.eps)
-    if norm.weight is None:
-        return n.to(x.dtype)
-    if norm.form == "rounded":
-        return norm.weight * n.to(x.dtype)
-    weight = norm.weight.float() + (1.0 if norm.form == "one_plus" else 0.0)
-    return (weight * n).to(x.dtype)

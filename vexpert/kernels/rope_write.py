@@ -23,7 +23,8 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
-from vexpert.kernels.rms_norm import Norm, reference_rms_norm, scale_rows
+from vexpert.kernels.norms import Norm, reference_rms_norm
+from vexpert.kernels.rms_norm import scale_rows
 
 
 @dataclass(frozen=True)

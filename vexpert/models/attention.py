@@ -80,6 +80,10 @@ class AttentionLayer:
         found = cache.view(-1, size * cache.shape[1] * cache.shape[2]).index_select(0, blocks)
         return found.view(sequences, -1, cache.shape[1], cache.shape[2])
 
+    def attend(self, query: torch.Tensor, softmax: "Softmax") -> torch.Tensor:
+        """Attention of query [T, Hq, d] over what the cache holds: [T, Hq, d of value]."""
+        return _attend_groups(self, query, query, query, softmax)
+
     def latent_context(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cached latents of all sequences of the step, [1, 1, context_size, width] each."""
         plan = self.context.running

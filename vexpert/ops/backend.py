@@ -14,7 +14,14 @@ import torch
 from vexpert.errors import UnsupportedError
 from vexpert.log import get_logger, log_once
 from vexpert.ops.routing import Arrangement, Routing
-from vexpert.ops.types import ExpertsLora, ExpertsTensors, LoraSite, PackedLora, SiteTable
+from vexpert.ops.types import (
+    ExpertsLora,
+    ExpertsTensors,
+    Finish,
+    LoraSite,
+    PackedLora,
+    SiteTable,
+)
 
 __all__ = ["Arrangement", "LoraBackend", "Routing", "check_operands", "select_backend"]
 
@@ -30,8 +37,12 @@ class FusedExperts(Protocol):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         lora: ExpertsLora | None,
+        finish: Finish | None = None,
     ) -> torch.Tensor:
-        """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H]; sentinels add nothing."""
+        """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H]; sentinels add nothing.
+
+        With a finish that is filled in, and the result is its total.
+        """
 
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> object:
         """What the layer launches before its products: to be timed alone."""

@@ -10,6 +10,7 @@ from functools import cached_property
 import torch
 
 from vexpert.kernels.activations import Activation
+from vexpert.kernels.norms import Norm
 from vexpert.ops.routing import Routing
 
 
@@ -150,3 +151,17 @@ class ExpertsLora:
     active_slots: tuple[int, ...]
     gate_up: tuple[LoraSite, SiteTable] | None
     down: tuple[LoraSite, SiteTable] | None
+
+
+@dataclass
+class Finish:
+    """What follows a layer's experts and may run in their last launch; that launch fills it in.
+
+    total = residual + multiplier * what the experts give; normed = the norm of it.
+    """
+
+    residual: torch.Tensor  # [T, H]
+    multiplier: float
+    norm: Norm | None
+    total: torch.Tensor | None = None  # [T, H]; None: it is not done
+    normed: torch.Tensor | None = None  # [T, H]
