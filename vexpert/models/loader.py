@@ -85,7 +85,7 @@ def serve(
         fusions.pack(backend)
         fusions.report()
     context = StepContext()
-    layers = _attach_attention(seen, context)
+    layers = _attach_attention(seen, context, backend.name == "triton")
     by_index = {
         call.layer_idx: layer
         for call, layer in zip(seen.calls, layers, strict=True)
@@ -154,11 +154,12 @@ def _observe(
     return seen
 
 
-def _attach_attention(seen: Probe, context: StepContext) -> list[AttentionLayer]:
+def _attach_attention(seen: Probe, context: StepContext, use_kernels: bool) -> list[AttentionLayer]:
     """Put an AttentionLayer on each attention module, in the order they run."""
     layers = []
     for call in seen.calls:
-        layer = AttentionLayer(context, call.kind, call.key_shape, call.value_shape, call.is_latent)
+        shapes = call.key_shape, call.value_shape
+        layer = AttentionLayer(context, call.kind, *shapes, call.is_latent, use_kernels)
         call.module.vexpert_layer = layer  # type: ignore[assignment]
         layers.append(layer)
     return layers

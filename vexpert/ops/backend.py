@@ -184,7 +184,7 @@ NAMES = ("torch", "numba", "triton")
 PREFERRED = {"cpu": ("numba", "torch"), "cuda": ("triton",)}
 
 
-def _unsupported_because(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_because(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why backend `name` cannot run there, or None."""
     interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     capability = CAPABILITIES["triton interpreter" if interpreted else name]
@@ -205,7 +205,7 @@ def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
     chosen = _first_able(device, dtype) if name == "auto" else name
     if chosen not in NAMES:
         raise UnsupportedError(f"LoRA backend {name!r} is unknown; use auto, {', '.join(NAMES)}")
-    reason = _unsupported_because(chosen, device, dtype)
+    reason = unsupported_because(chosen, device, dtype)
     if reason is not None:
         raise UnsupportedError(
             f"LoRA backend {chosen!r} cannot run {dtype} on {device}: {reason}; choose another "
@@ -217,7 +217,7 @@ def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
 
 def _first_able(device: torch.device, dtype: torch.dtype) -> str:
     names = PREFERRED.get(device.type, ("torch",))
-    able = (name for name in names if _unsupported_because(name, device, dtype) is None)
+    able = (name for name in names if unsupported_because(name, device, dtype) is None)
     return next(able, names[-1])
 
 
