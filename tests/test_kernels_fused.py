@@ -5,6 +5,7 @@ import itertools
 import pytest
 import torch
 
+from vexpert.kernels.norm_router import Router, Scratch, norm_router
 from vexpert.kernels.norms import FORMS, Norm, reference_rms_norm
 from vexpert.kernels.rms_norm import add_rms_norm, rms_norm
 from vexpert.kernels.rope_write import Heads, Rope, reference_rotate, rope_write
@@ -165,3 +166,45 @@ def test_ids_are_valid_whatever_the_logits(name: str) -> None:
     assert all(len(set(row)) == choice.top_k and 0 <= min(row) <= max(row) < 12 for row in ids)
     if choice.score != "softmax":  # which mixes a NaN into all scores
         assert 5 not in ids[3]
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("tokens", "width", "experts"), [(3, 40, 12), (1, 600, 70), (32, 24, 8)])
+@pytest.mark.parametrize("name", ["renormalised", "sigmoid"])
+def test_norm_and_router(
+    name: str, tokens: int, width: int, experts: int, dtype: torch.dtype
+) -> None:
+    """As in separate launches, twice over one scratch."""
+    torch.manual_seed(width)
+    x, residual = random(tokens, width, dtype=dtype), random(tokens, width, dtype=dtype)
+    norm = Norm(random(width, dtype=dtype), width, 1e-5, "rounded")
+    weight = random(experts, width, dtype=dtype)
+    bias = random(experts, dtype=dtype) if name == "sigmoid" else None
+    choice_bias = random(experts) if name == "sigmoid" else None
+    router = Router(weight, bias, CHOICES[name], choice_bias, False, torch.float32)
+    scratch = Scratch.empty(experts + 3, x.device)
+    scratch.logits.fill_(float("nan"))
+    for multiplier in (1.0, 0.3):
+        total, normed, ids, weights = norm_router(x, residual, norm, multiplier, router, scratch)
+        want_total, want_normed = add_rms_norm(x, residual, norm, multiplier)
+        assert torch.equal(total, want_total)
+        assert torch.equal(normed, want_normed)
+        wide = None if bias is None else bias.float()
+        logits = torch.nn.functional.linear(normed.float(), weight.float(), wide)
+        want_ids, want = reference_router_topk(logits, choice_bias, CHOICES[name])
+        assert torch.equal(ids, want_ids)
+        torch.testing.assert_close(weights, want, rtol=1e-4, atol=1e-6)
+        assert not scratch.arrivals.any()
+
+
+def test_logits_round_like_a_product_in_half_precision() -> None:
+    x = torch.zeros(1, 16, dtype=torch.float16, device=DEVICE)
+    residual = torch.ones_like(x)
+    norm = Norm(None, 16, 0.0, "plain")  # all ones
+    weight = torch.zeros(4, 16, dtype=torch.float16, device=DEVICE)
+    weight[:, 0] = 2048.0
+    weight[1, 1] = weight[3, 1] = 0.5  # lost next to 2048 in half precision
+    for rounds, expected in ((True, [0, 1]), (False, [1, 3])):
+        router = Router(weight, None, Choice("chosen", 2), None, rounds, torch.float32)
+        scratch = Scratch.empty(4, x.device)
+        assert norm_router(x, residual, norm, 1.0, router, scratch)[2].tolist() == [expected]

@@ -62,7 +62,8 @@ def _combine_norm_kernel(
         pair = token * TOP_K + k
         expert = tl.load(experts + pair)
         exists = (expert >= 0) & (expert < num_experts)
-        loaded = inside & (tl.where(exists, column, -1) >= 0)
+        owner = tl.full((BLOCK,), 0, tl.int64) + expert
+        loaded = inside & (owner >= 0) & (owner < num_experts)
         own = tl.load(y + pair * WIDTH + column, mask=loaded, other=0.0).to(tl.float32)
         if HAS_WEIGHTS:
             own *= tl.load(weights + pair, mask=exists, other=0.0).to(tl.float32)

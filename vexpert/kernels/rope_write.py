@@ -29,7 +29,7 @@ from vexpert.kernels.rms_norm import scale_rows
 
 @dataclass(frozen=True)
 class Rope:
-    """How a model rotates heads: which pairs, and the columns of cos and sin that belong to them."""
+    """How a model rotates heads: which pairs, by which columns of cos and sin."""
 
     width: int  # R; 0: heads are not rotated
     interleaved: bool = False
@@ -220,8 +220,8 @@ def _head_blocks(heads: Heads, tokens: int) -> tuple[int, int, str]:
         return power_of_two(heads.num_q, 1, 512), power_of_two(heads.num_kv, 1, 512), "all"
     # Few tokens: a head a program, for their number; many: 1024 elements, for their size.
     most = 1 if tokens <= 32 else max(1, 1024 // block_d)
-    blocks = (power_of_two(count, 1, most) for count in (heads.num_q, heads.num_kv))
-    return *blocks, "none" if norm is None else "head"
+    q_block, kv_block = (power_of_two(count, 1, most) for count in (heads.num_q, heads.num_kv))
+    return q_block, kv_block, "none" if norm is None else "head"
 
 
 def rope_write(

@@ -4,12 +4,12 @@ from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import nn
 from transformers import AttentionInterface
 
 from vexpert.errors import UnsupportedError
 from vexpert.kernels.common import can_use_pdl
+from vexpert.kernels.norm_router import Scratch
 from vexpert.log import get_logger
 from vexpert.lora.layers import LoraPackedLinear
 from vexpert.models import fused_record
@@ -146,12 +146,22 @@ def _fuse_layers(
     fusions: Fusions,
 ) -> None:
     wanted = set(attentions)
+    scratch = _scratch(fusions.routers)
     for layer in model.modules():
         inside = [child for child in layer.children() if child in wanted]
         if len(inside) != 1:
             continue
-        found = recognise_layer(layer, inside[0], records, fusions.norms, experts)
+        known = fusions.norms, experts, fusions.routers
+        found = recognise_layer(layer, inside[0], records, *known)
         if isinstance(found, str):
             fusions.keep(layer, found)
         else:
-            fusions.layers[layer] = FusedLayer(found, fusions.pdl)
+            fusions.layers[layer] = FusedLayer(found, scratch, fusions.pdl)
+
+
+def _scratch(routers: dict[nn.Module, FusedRouter]) -> Scratch | None:
+    """What routers share, as large as the largest needs it; None without routers."""
+    if not routers:
+        return None
+    weights = [module.get_parameter("weight") for module in routers]
+    return Scratch.empty(max(weight.shape[0] for weight in weights), weights[0].device)

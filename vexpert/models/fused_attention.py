@@ -119,7 +119,11 @@ def _unlike(
     flat = given.output.flatten(2)
     if last is None or not torch.equal(last.hidden.view_as(flat), flat):
         return "it changes what attention gives"
-    if not isinstance(call.output, tuple) or len(call.output) != 2 or call.result is not last.output:
+    if (
+        not isinstance(call.output, tuple)
+        or len(call.output) != 2
+        or call.result is not last.output
+    ):
         return "its result is not that of o_proj"
     return None
 
@@ -131,11 +135,17 @@ def _agrees(fused: FusedAttention, call: Call, given: AttentionInputs) -> bool:
     tokens, heads = want[0].shape[0], fused.heads
     shapes = heads.q_norm, heads.k_norm
     widths = [norm.width for norm in shapes if norm is not None]
-    fits = ([heads.width] * 2, [heads.num_q * heads.width, heads.num_kv * heads.width], [])
+    fits: tuple[list[int], ...] = (
+        [heads.width] * 2,
+        [heads.num_q * heads.width, heads.num_kv * heads.width],
+        [],
+    )
     if widths not in fits:
         return False
     rows = torch.arange(tokens, device=call.hidden.device)
-    keys, values = (torch.zeros_like(part, memory_format=torch.contiguous_format) for part in want[1:])
+    keys, values = (
+        torch.zeros_like(part, memory_format=torch.contiguous_format) for part in want[1:]
+    )
     angles = call.kwargs.get("position_embeddings")
     query = fused.rotate(call.hidden, angles, rows, (keys, values))
     return all(agree(got, part) for got, part in zip((query, keys, values), want, strict=True))

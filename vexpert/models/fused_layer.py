@@ -11,10 +11,12 @@ from typing import Any
 import torch
 from torch import nn
 
+from vexpert.kernels.norm_router import MOST_TOKENS, Scratch, norm_router
 from vexpert.kernels.rms_norm import add_rms_norm
 from vexpert.models.experts import ExpertsLayer
 from vexpert.models.fused_norm import FusedNorm
 from vexpert.models.fused_record import Call, Records
+from vexpert.models.fused_router import FusedRouter
 from vexpert.ops.types import Finish
 
 
@@ -30,13 +32,15 @@ class Parts:
     options: tuple[str, ...]  # the layer's keywords that attention gets
     following: FusedNorm | None  # the norm that reads the layer's output
     experts: ExpertsLayer | None  # of a block that returns what its experts give, unchanged
+    router: FusedRouter | None  # of a block that routes what it is given, unchanged
 
 
 class FusedLayer:
     """The forward of one decoder layer."""
 
-    def __init__(self, parts: Parts, pdl: bool) -> None:
+    def __init__(self, parts: Parts, scratch: Scratch | None, pdl: bool) -> None:
         self.parts = parts
+        self.scratch = scratch  # with a router
         self.pdl = pdl
 
     def __call__(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
@@ -45,10 +49,28 @@ class FusedLayer:
         normed = parts.first(hidden_states)
         given = {name: options[name] for name in parts.options}
         attended = parts.attention(hidden_states=normed, **given)[0]
-        total, normed = add_rms_norm(
-            attended, hidden_states, parts.second.norm, parts.multiplier, self.pdl
+        return self._block(*self._second(attended, hidden_states))
+
+    def _second(
+        self, branch: torch.Tensor, residual: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """The first sum and the norm of it; few tokens are routed in the same launch."""
+        parts, router = self.parts, self.parts.router
+        norm, width = parts.second.norm, residual.shape[-1]
+        few = residual.numel() <= MOST_TOKENS * width
+        if router is None or self.scratch is None or not few or router.is_adapted:
+            return add_rms_norm(branch, residual, norm, parts.multiplier, self.pdl)
+        total, normed, ids, weights = norm_router(
+            branch.reshape(-1, width),
+            residual.reshape(-1, width),
+            norm,
+            parts.multiplier,
+            router.kernel_router(branch.dtype),
+            self.scratch,
+            self.pdl,
         )
-        return self._block(total, normed)
+        router.ahead = normed, (self.scratch.logits, weights, ids)
+        return total.view(residual.shape), normed.view(residual.shape)
 
     def _block(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
         """residual plus what the block gives for `normed`; leaves its norm to who reads it."""
@@ -81,6 +103,7 @@ def recognise_layer(
     records: Records,
     norms: Mapping[nn.Module, FusedNorm],
     experts: Mapping[nn.Module, ExpertsLayer],
+    routers: Mapping[nn.Module, FusedRouter],
 ) -> Parts | str:
     """The parts of `layer`, or why it is another kind of layer."""
     children = [child for child in layer.children() if records.only(child) is not None]
@@ -110,6 +133,7 @@ def recognise_layer(
         options,
         readers[0] if len(readers) == 1 else None,
         _experts_of(block, inner[3], records, experts),
+        _router_of(block, inner[3], records, routers),
     )
 
 
@@ -163,3 +187,16 @@ def _experts_of(
     given, result = found.result, call.result
     same = given.data_ptr() == result.data_ptr() and given.numel() == result.numel()
     return experts[inside[0]] if same else None
+
+
+def _router_of(
+    block: nn.Module, call: Call, records: Records, routers: Mapping[nn.Module, FusedRouter]
+) -> FusedRouter | None:
+    """The router below `block` that is given the block's own input; None if there is none."""
+    inside = [module for module in block.modules() if module in routers]
+    found = records.only(inside[0]) if len(inside) == 1 else None
+    if found is None or found.hidden.dtype != call.hidden.dtype:
+        return None
+    given, own = found.hidden, call.hidden
+    same = given.data_ptr() == own.data_ptr() and given.numel() == own.numel()
+    return routers[inside[0]] if same else None

@@ -9,6 +9,7 @@ from torch import nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
+from vexpert.kernels.norm_router import Router
 from vexpert.kernels.router_topk import (
     MAX_EXPERTS,
     SCORES,
@@ -19,37 +20,57 @@ from vexpert.kernels.router_topk import (
 from vexpert.models.fused_record import Call, Records, agree
 
 ROWS = 6  # of the probe
+Routed = tuple[torch.Tensor, torch.Tensor, torch.Tensor]  # logits, weights, ids
 BIAS = "e_score_correction_bias"
 
 
 class FusedRouter:
-    """The forward of one router module: hidden [..., H] -> logits, weights and ids [T, .]."""
+    """The forward of one router module: hidden [..., H] -> logits, weights and ids [T, .].
+
+    `ahead`: an input and its result, where the launch before computed both; it is used once, and
+    its logits are scratch.
+    """
 
     def __init__(
         self,
         module: Any,
         choice: Choice,
         product: torch.dtype,
-        bias: Callable[..., torch.Tensor | None],
+        bias: Callable[[], torch.Tensor | None],
         weights: torch.dtype,
         pdl: bool,
     ) -> None:
         self.module = module
         self.choice = choice
         self.product = product  # dtype of the logits
-        self.bias = bias  # of the module's arguments after hidden
+        self.bias = bias  # of the choice
         self.weights = weights  # dtype of the weights
         self.pdl = pdl
+        self.ahead: tuple[torch.Tensor, Routed] | None = None
 
-    def __call__(
-        self, hidden_states: torch.Tensor, *args: Any
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    @property
+    def is_adapted(self) -> bool:
+        """Whether an adapter of the step adapts it: then its logits are not its product alone."""
+        ask = getattr(self.module, "vexpert_adapted", None)
+        return ask is not None and bool(ask())
+
+    def kernel_router(self, dtype: torch.dtype) -> Router:
+        """The router for `norm_router`, for hidden states of `dtype`."""
+        module = self.module
+        rounds = self.product == dtype != torch.float32
+        bias = getattr(module, "bias", None)
+        return Router(module.weight, bias, self.choice, self.bias(), rounds, self.weights)
+
+    def __call__(self, hidden_states: torch.Tensor, *args: Any) -> Routed:
+        ahead, self.ahead = self.ahead, None
+        if ahead is not None and ahead[0].data_ptr() == hidden_states.data_ptr():
+            return ahead[1]
         module = self.module
         x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self.product)
         bias = getattr(module, "bias", None)
         # One call of F.linear: LoRA on the router adds to its result.
         logits = functional.linear(x, module.weight.to(self.product), bias)
-        ids, weights = router_topk(logits, self.bias(*args), self.choice, self.weights, self.pdl)
+        ids, weights = router_topk(logits, self.bias(), self.choice, self.weights, self.pdl)
         return logits, weights, ids
 
 
@@ -110,7 +131,7 @@ def _find_bias(module: Any, call: Call) -> tuple[Callable[..., Any], torch.Tenso
     if call.kwargs or len(extra) > 1 or (extra and holder is not None):
         return None
     if extra:
-        return (lambda bias: bias.view(-1)), extra[0]
+        return (lambda: extra[0].view(-1)), extra[0]
     if holder is None:
         return (lambda: None), None
     return (lambda: getattr(holder, BIAS).view(-1)), getattr(holder, BIAS)
@@ -130,16 +151,15 @@ def recognise_router(
         return "it takes more than hidden states and a bias"
     getter, bias = found
     logits = _probe_logits(weight.shape[0], weight.device)
-    saved = None if bias is None else bias.data
-    try:
-        if bias is not None:  # a checkpoint's zeros would not show what it does
-            generator = torch.Generator().manual_seed(1)
-            drawn = torch.randn(bias.shape, generator=generator)
-            bias.data = drawn.to(bias.device, bias.dtype)
+    if bias is None:
+        return _match(module, call, logits, getter, pdl, likely)
+    saved = bias.data
+    try:  # with a random bias: a checkpoint's zeros would not show what it does
+        drawn = torch.randn(bias.shape, generator=torch.Generator().manual_seed(1))
+        bias.data = drawn.to(bias.device, bias.dtype)
         return _match(module, call, logits, getter, pdl, likely)
     finally:
-        if bias is not None:
-            bias.data = saved
+        bias.data = saved
 
 
 def _match(
@@ -162,7 +182,7 @@ def _match(
         return "it does not give logits, weights and ids"
     product = mode.given[0]["input"].dtype
     _, weights, ids = output
-    bias = getter(*extra)
+    bias = getter()
     seen = logits.to(product)
     ways = _choices(module, bias, ids.shape[1])
     for choice in sorted(ways, key=lambda way: way != likely):
@@ -185,9 +205,7 @@ def _is_plain(given: dict[str, Any], hidden: torch.Tensor, module: nn.Module) ->
     )
 
 
-def _same(
-    got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]
-) -> bool:
+def _same(got: tuple[torch.Tensor, torch.Tensor], want: tuple[torch.Tensor, torch.Tensor]) -> bool:
     """Whether ids are equal, in whatever order, and weights go with them."""
     ours, theirs = (pair[0].argsort(1) for pair in (got, want))
     if not torch.equal(got[0].gather(1, ours), want[0].gather(1, theirs)):
