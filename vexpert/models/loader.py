@@ -1,7 +1,7 @@
 """Loads a model and swaps in our attention, experts and LoRA-aware layers."""
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
@@ -31,6 +31,9 @@ from vexpert.models.swap import attach_runners, swap_head, swap_layers
 from vexpert.models.targets import build_targets
 from vexpert.models.types import ModelInfo, ServedModel
 from vexpert.ops.backend import select_backend
+
+if TYPE_CHECKING:
+    from vexpert.models.fuse import Fusions
 
 logger = get_logger(__name__)
 
@@ -72,11 +75,15 @@ def serve(
     attach_runners(experts_layers, backend)
     if backend.name == "numba":
         _compile_norms(model)
+    fusions = _fuse(model, seen, cache_name, experts_layers) if backend.name == "triton" else None
     if config.enable_lora:
         swap_layers(model, targets, experts_layers, states, seen.on_context, backend)
     else:
         swap_head(model)
         targets = TargetMap(text.model_type, type(model).__name__, {}, ())
+    if fusions is not None:
+        fusions.pack(backend)
+        fusions.report()
     context = StepContext()
     layers = _attach_attention(seen, context, backend.name == "triton")
     by_index = {
@@ -95,6 +102,17 @@ def serve(
         cache=StepCache(context, by_index),
         cache_name=cache_name,
     )
+
+
+def _fuse(
+    model: Any, seen: Probe, cache_name: str, layers: dict[str, experts.ExpertsLayer]
+) -> "Fusions":
+    """Fuse what can be; the model is set to our attention again."""
+    from vexpert.models.fuse import fuse  # needs triton
+
+    fusions = fuse(model, seen, cache_name, layers)
+    model.set_attn_implementation(attention.NAME)
+    return fusions
 
 
 def _compile_norms(model: Any) -> None:

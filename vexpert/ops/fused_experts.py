@@ -4,6 +4,8 @@ import torch
 import triton
 
 from vexpert.kernels.combine import combine
+from vexpert.kernels.combine_norm import combine_norm
+from vexpert.kernels.common import can_use_pdl
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
 from vexpert.kernels.moe_gate_up import Expand, moe_gate_up
@@ -12,7 +14,7 @@ from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink
 from vexpert.ops.moe_plan import BasePlan, MoePlan, MoeShape, choose_plan
-from vexpert.ops.types import ExpertsLora, ExpertsTensors, LoraSite, SiteTable
+from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
 MAX_EXPERTS = 4094  # bins of the order's histogram, less two
 
@@ -29,7 +31,7 @@ class FusedExpertsKernel:
             weight.is_contiguous() and weight.data_ptr() % 16 == 0 and row_bytes(weight) % 16 == 0
             for weight in weights
         )
-        self.can_use_pdl = _can_use_pdl(experts.down.device)
+        self.can_use_pdl = can_use_pdl(experts.down.device)
 
     def __call__(
         self,
@@ -37,12 +39,13 @@ class FusedExpertsKernel:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         lora: ExpertsLora | None,
+        finish: Finish | None = None,
     ) -> torch.Tensor:
         if hidden.shape[0] == 0:
             return torch.empty_like(hidden)
         adapters = 0 if lora is None else lora.num_adapters
         plan = choose_plan(self.shape(topk_ids), adapters)
-        return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan)
+        return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan, finish)
 
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
         """What the layer launches before its products: to be timed alone."""
@@ -69,13 +72,6 @@ def row_bytes(weight: torch.Tensor) -> int:
     return weight.shape[-1] * weight.element_size()
 
 
-def _can_use_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch: from compute capability 9.0 on."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
 def site_factors(pair: tuple[LoraSite, SiteTable] | None, most_rank: int) -> SiteFactors | None:
     """A site as the kernels take it; shrunk rows are as wide as the widest active adapter needs."""
     if pair is None:
@@ -93,10 +89,11 @@ def fused_experts(
     topk_weights: torch.Tensor,
     lora: ExpertsLora | None,
     plan: MoePlan,
+    finish: Finish | None = None,
 ) -> torch.Tensor:
     """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H] in hidden's dtype.
 
-    Pairs with a sentinel expert add nothing.
+    Pairs with a sentinel expert add nothing. The result is `finish.total` if there is a finish.
     """
     base, pdl = plan.base, plan.base.pdl
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
@@ -140,7 +137,12 @@ def fused_experts(
         expand(inter, is_down=True),
         pdl,
     )
-    return combine(out, topk_ids.view(-1), None, experts.down.shape[0], topk_ids.shape[1], pdl)
+    pairs = (out, topk_ids.view(-1), None, experts.down.shape[0])
+    if finish is None:
+        return combine(*pairs, topk_ids.shape[1], pdl)
+    how = (finish.residual, finish.multiplier, finish.norm, pdl)
+    finish.total, finish.normed = combine_norm(*pairs, *how)
+    return finish.total
 
 
 def _order(

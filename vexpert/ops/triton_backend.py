@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from functools import lru_cache
 
 import torch
+from torch.nn import functional
 
 from vexpert.kernels.blocks import Blocks, make_blocks, virtual_keys
 from vexpert.kernels.combine import combine
@@ -13,7 +14,7 @@ from vexpert.kernels.lora_shrink import lora_shrink
 from vexpert.ops.backend import check_operands
 from vexpert.ops.fused_experts import MAX_EXPERTS, FusedExpertsKernel
 from vexpert.ops.routing import Arrangement, Routing
-from vexpert.ops.types import ExpertsTensors, LoraSite, OutputSlice, SiteTable
+from vexpert.ops.types import ExpertsTensors, LoraSite, OutputSlice, PackedLora, SiteTable
 
 
 @dataclass(frozen=True)
@@ -49,6 +50,7 @@ class TritonBackend:
 
     name = "triton"
     can_fuse = True
+    can_pack = True
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
@@ -134,6 +136,22 @@ class TritonBackend:
                 own = torch.where(slots == slot, slots, -1)
                 routing = self.route(own, experts, site.num_experts, len(table.host_rank))
                 self.apply(x, y, site, table, routing, x_rows)
+
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: PackedLora | None,
+    ) -> torch.Tensor:
+        y = functional.linear(x, weight, bias)
+        if lora is not None:
+            sizes = [site.out_features for site in lora.sites]
+            for part, site, table in zip(
+                torch.split(y, sizes, 1), lora.sites, lora.tables, strict=True
+            ):
+                self.apply(x, part, site, table, lora.routing)
+        return y
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExpertsKernel | None:
         """None above MAX_EXPERTS experts."""

@@ -35,6 +35,18 @@ class SiteDelta:
         """Whether an active slot adapts this site; decided on the host."""
         return self.most_rank(view) > 0 or self.site.index in self.state.extras
 
+    def fits(self, view: BatchView, *tensors: torch.Tensor) -> bool:
+        """Whether one operation of the backend may do base and LoRA of a step.
+
+        Extras, the classic path and dtypes other than the arena's go site by site.
+        """
+        dtype = self.table.arena.dtype
+        return (
+            view.use_virtual_experts
+            and self.site.index not in self.state.extras
+            and all(tensor.dtype is dtype for tensor in tensors)
+        )
+
     def group(
         self, view: BatchView, slots: torch.Tensor, experts: torch.Tensor | None
     ) -> RowGroups:
