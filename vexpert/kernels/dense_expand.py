@@ -38,12 +38,12 @@ from vexpert.kernels.dense_tiles import (
 
 @triton.jit
 def _expand_kernel(
-    h, row_at, run_at, run_slot, active, arena, table, y, num_rows, num_slots, site_step, stride_h,
+    h, row_at, run_at, run_slot, active, arena, table, y, plane, num_slots, site_step, stride_h,
     stride_y,
     IDENTITY: tl.constexpr, ONE_TILE: tl.constexpr, SIZES: tl.constexpr, PLANES: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr,
-    ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_release(PDL)
     start = tl.program_id(1) * BLOCK_M
@@ -63,7 +63,7 @@ def _expand_kernel(
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     total = add_lora(
         total, run0, b_tile0, row_run, first, last, start, end, h, run_slot, arena, table, site, n,
-        inside, size, num_rows, num_slots, stride_h, IDENTITY, ONE_TILE, PLANES, WIDTH, GROUP,
+        inside, size, plane, num_slots, stride_h, IDENTITY, ONE_TILE, PLANES, WIDTH, GROUP,
         BLOCK_R, RANK_STEPS, ALIGNMENT, PRECISION, BLOCK_M,
     )  # fmt: skip
     position = start + tl.arange(0, BLOCK_M)
@@ -94,7 +94,7 @@ def dense_expand(
     grid = column_blocks(factors.sizes, tile.block_n), triton.cdiv(rows, tile.block_m)
     _expand_kernel[grid](
         h, order.row, order.run, order.run_slot, order.active, factors.arena, factors.table, y,
-        rows, factors.num_slots, factors.site_step, columns, y.stride(0),
+        rows * columns, factors.num_slots, factors.site_step, columns, y.stride(0),
         IDENTITY=order.is_identity, ONE_TILE=rows <= tile.block_m, SIZES=factors.sizes,
         **lora_options(factors, planes, tile),
         COLUMN_ALIGNMENT=column_alignment(factors.sizes, tile.block_n),

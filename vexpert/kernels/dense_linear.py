@@ -52,7 +52,7 @@ class DenseLora:
 @triton.jit
 def _linear_kernel(
     x, weight, bias, y, h, row_at, run_at, run_slot, active, arena, table, num_rows, num_slots,
-    depth, site_step, stride_x, stride_wn, stride_wk, stride_h,
+    depth, site_step, stride_x, stride_wn, stride_wk, stride_h, plane,
     HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, IDENTITY: tl.constexpr, ONE_TILE: tl.constexpr,
     SIZES: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr, ALIGNMENT: tl.constexpr,
@@ -101,7 +101,7 @@ def _linear_kernel(
         pdl_wait(PDL)
         total = add_lora(
             total, run0, b_tile0, row_run, first, last, start, end, h, run_slot, arena, site_table,
-            site, n, inside, size, num_rows, num_slots, stride_h, IDENTITY, ONE_TILE, PLANES,
+            site, n, inside, size, plane, num_slots, stride_h, IDENTITY, ONE_TILE, PLANES,
             WIDTH, GROUP, BLOCK_R, RANK_STEPS, ALIGNMENT, PRECISION, BLOCK_M,
         )  # fmt: skip
     target = y + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
@@ -141,7 +141,7 @@ def dense_linear(
         x, weight, x if bias is None else bias, y, *none, rows,
         0 if lora is None else lora.factors.num_slots, depth,
         0 if lora is None else lora.factors.site_step, x.stride(0), *weight.stride(),
-        0 if lora is None else lora.h.shape[2],
+        0 if lora is None else lora.h.shape[2], 0 if lora is None else lora.h[0].numel(),
         HAS_BIAS=bias is not None, HAS_LORA=lora is not None,
         IDENTITY=lora is not None and lora.order.is_identity, ONE_TILE=rows <= tile.block_m,
         SIZES=sizes, COLUMNS=weight.shape[0], **options,

@@ -55,7 +55,8 @@ def _slot_of(slots, row, num_rows, num_slots):
 @triton.jit
 def _order_kernel(
     slots, row_at, slot_at, run_at, run_start, run_end, run_slot, active, num_rows, num_slots,
-    ROWS: tl.constexpr, WIDE: tl.constexpr, BINS: tl.constexpr, BEHIND: tl.constexpr,
+    ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BINS: tl.constexpr,
+    BEHIND: tl.constexpr,
 ):  # fmt: skip
     bins = tl.arange(0, BINS)
     count = tl.zeros((BINS,), dtype=tl.int32)
@@ -71,8 +72,8 @@ def _order_kernel(
     inside = mine < num_rows
     slot = _slot_of(slots, mine, num_rows, num_slots)
     earlier = tl.zeros((ROWS,), dtype=tl.int32)
-    for first in range(0, tl.program_id(0) * ROWS + ROWS, ROWS):
-        other = first + tl.arange(0, ROWS)
+    for first in range(0, tl.program_id(0) * ROWS + ROWS, CHUNK):
+        other = first + tl.arange(0, CHUNK)
         same = _slot_of(slots, other, num_rows, num_slots)[None, :] == slot[:, None]
         earlier += tl.sum((same & (other[None, :] < mine[:, None])).to(tl.int32), 1)
     left = tl.gather(start, slot, 0)
@@ -99,17 +100,16 @@ def order_rows(slots: torch.Tensor, num_slots: int) -> RowOrder:
     assert slots.is_contiguous(), slots.stride()
     rows, device = slots.shape[0], slots.device
     if rows <= 1:
-        row = run = slot = slots
         return RowOrder(slots, slots, slots, slots, slots, slots, slots, slots, is_identity=True)
     bins = power_of_two(num_slots + 2, 16, 4096)
     at = torch.empty(5, rows, dtype=torch.int32, device=device)
     run_slot = torch.empty(bins + BEHIND, dtype=torch.int32, device=device)
     active = torch.empty(1, dtype=torch.int32, device=device)
-    block = power_of_two(rows, 16, 128)
+    block = power_of_two(rows, 16, 32)
     _order_kernel[(triton.cdiv(rows, block),)](
         slots, *at, run_slot, active, rows, num_slots,
-        ROWS=block, WIDE=power_of_two(rows, 16, 1024), BINS=bins, BEHIND=BEHIND,
-        num_warps=4 if block < 128 else 8,
+        ROWS=block, CHUNK=power_of_two(rows, 16, 128), WIDE=power_of_two(rows, 16, 1024),
+        BINS=bins, BEHIND=BEHIND,
     )  # fmt: skip
     return RowOrder(slots, *at, run_slot, active, is_identity=False)
 

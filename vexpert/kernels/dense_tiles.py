@@ -121,17 +121,16 @@ def stacked_b(
 
 @triton.jit
 def shrunk_rows(
-    h, start, end, site, step, num_rows, stride_h,
+    h, start, end, site, step, plane, stride_h,
     PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_R: tl.constexpr,
     DTYPE: tl.constexpr,
 ):  # fmt: skip
-    """The positions' shrunk rows, [M, BLOCK_R]: planes added in order."""
+    """The positions' shrunk rows, [M, BLOCK_R]: planes, `plane` elements apart, added in order."""
     position = start + tl.arange(0, BLOCK_M)
     r = step * BLOCK_R + tl.arange(0, BLOCK_R)
     mask = (position < end)[:, None] & (r < WIDTH)[None, :]
     at = h + position.to(tl.int64)[:, None] * stride_h + (site * WIDTH + r)[None, :]
     total = tl.load(at, mask=mask, other=0.0)
-    plane = num_rows.to(tl.int64) * stride_h
     for i in tl.static_range(1, PLANES):
         total += tl.load(at + i * plane, mask=mask, other=0.0)
     return total.to(DTYPE)
@@ -150,7 +149,7 @@ def block_diagonal(rows, row_run, run, GROUP: tl.constexpr, BLOCK_R: tl.constexp
 @triton.jit
 def add_lora(
     total, run0, b_tile0, row_run, first, last, start, end, h, run_slot, arena, table, site, n,
-    inside, size, num_rows, num_slots, stride_h,
+    inside, size, plane, num_slots, stride_h,
     IDENTITY: tl.constexpr, ONE_TILE: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr,
     GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr, ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
@@ -159,7 +158,7 @@ def add_lora(
     dtype: tl.constexpr = arena.dtype.element_ty
     for step in tl.static_range(RANK_STEPS):
         rows = shrunk_rows(
-            h, start, end, site, step, num_rows, stride_h, PLANES, WIDTH, BLOCK_M, BLOCK_R, dtype
+            h, start, end, site, step, plane, stride_h, PLANES, WIDTH, BLOCK_M, BLOCK_R, dtype
         )
         if step == 0:
             h_tile = block_diagonal(rows, row_run, run0, GROUP, BLOCK_R)
