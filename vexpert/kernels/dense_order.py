@@ -111,7 +111,8 @@ def order_rows(slots: torch.Tensor, num_slots: int) -> RowOrder:
         ROWS=block, CHUNK=power_of_two(rows, 16, 128), WIDE=power_of_two(rows, 16, 1024),
         BINS=bins, BEHIND=BEHIND,
     )  # fmt: skip
-    return RowOrder(slots, *at, run_slot, active, is_identity=False)
+    row, slot, run, start, end = at
+    return RowOrder(slots, row, slot, run, start, end, run_slot, active, is_identity=False)
 
 
 def reference_order(slots: list[int]) -> tuple[list[int], list[int]]:

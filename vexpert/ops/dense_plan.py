@@ -5,7 +5,7 @@ with q, k, v [2048 -> 5120] and o [4096 -> 2048] of Qwen3-30B-A3B.
 """
 
 import json
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from functools import cache, lru_cache
 from pathlib import Path
 from typing import Any
@@ -14,6 +14,8 @@ import torch
 
 from vexpert.kernels.dense_shrink import DenseShrink
 from vexpert.kernels.dense_tiles import DenseTile
+
+DOTS = (torch.float32, torch.float16, torch.bfloat16)  # what the kernels multiply
 
 
 @dataclass(frozen=True)
@@ -60,7 +62,7 @@ def choose_dense_plan(shape: DenseShape, adapters: int) -> DensePlan:
     base = _first(f"linear {dtype}", rows=shape.rows, columns=shape.columns)
     runs = min(shape.rows, max(1, adapters))
     lora = _first(f"lora {dtype}", rows=shape.rows, rows_per_run=shape.rows / max(1, runs))
-    tile = None if base["tile"] is None else DenseTile(**base["tile"])
-    if tile is not None:
-        tile = replace(tile, group=lora["group"])
+    tile = None
+    if base["tile"] is not None and shape.dtype in DOTS:
+        tile = DenseTile(**base["tile"], group=lora["group"])
     return DensePlan(tile, DenseShrink(**lora["shrink"]), DenseTile(**lora["expand"]))
