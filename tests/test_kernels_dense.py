@@ -14,7 +14,7 @@ from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
 from vexpert.ops.packed_linear import add_dense, find_factors, packed_linear
 from vexpert.ops.types import PackedLora
 
-pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_ops_gpu.py runs these")
+pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_dense_gpu.py does this")
 
 RUNS = DenseShrink(True, 16, 16, 2, 16)
 CHUNKS = DenseShrink(False, 32, 64, 1, 32)
@@ -40,7 +40,7 @@ def assert_layer(case: Packed, plan: DensePlan) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("rows", [1, 2, 17, 40, 200])
+@pytest.mark.parametrize("rows", [1, 2, 33])
 def test_plans(name: str, rows: int) -> None:
     plan = PLANS[name]
     if rows == 1 and not plan.shrink.by_run:
@@ -48,49 +48,54 @@ def test_plans(name: str, rows: int) -> None:
     assert_layer(make_packed(rows, bias=rows % 2 == 0), plan)
 
 
+def test_many_rows() -> None:
+    assert_layer(make_packed(200, 32, (32, 16)), PLANS["library"])
+    assert_layer(make_packed(200, 32, (32, 16)), replace(PLANS["chunks"], shrink=CHUNKS))
+
+
 @pytest.mark.parametrize("name", PLANS)
 def test_odd_sizes_and_strides(name: str) -> None:
     """Nothing is a multiple of anything; x and the weight lie in other orders."""
-    case = make_packed(19, depth=37, sizes=(21, 5, 50), bias=True, spread=True)
+    case = make_packed(9, depth=37, sizes=(21, 5, 18), bias=True, spread=True)
     assert_layer(case, PLANS[name])
     assert_layer(replace(case, x=case.x.t().contiguous().t()), PLANS[name])
     assert_layer(replace(case, weight=case.weight.t().contiguous().t()), PLANS[name])
 
 
 @pytest.mark.parametrize("name", ["groups", "chunks", "library"])
-@pytest.mark.parametrize("rank", [16, 40, 64, 70, 130])
+@pytest.mark.parametrize("rank", [40, 64, 130])
 def test_ranks(name: str, rank: int) -> None:
-    assert_layer(make_packed(9, sizes=(32, 16), max_rank=rank), PLANS[name])
+    assert_layer(make_packed(5, 32, (32, 16), max_rank=rank), PLANS[name])
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_float16(name: str) -> None:
-    assert_layer(make_packed(33, dtype=torch.float16), PLANS[name])
+    assert_layer(make_packed(9, 32, (32, 16), dtype=torch.float16), PLANS[name])
 
 
 @pytest.mark.parametrize("name", PLANS)
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_no_base_row_or_only_such(name: str, share: float) -> None:
-    assert_layer(make_packed(20, base_share=share), PLANS[name])
+    assert_layer(make_packed(6, 32, (32, 16), base_share=share), PLANS[name])
 
 
 @pytest.mark.parametrize("name", PLANS)
 def test_faults_are_seen(name: str) -> None:
     """A neighbour's adapter, a lost site, B without its scale."""
-    case, bound = make_packed(24), 1e-3
+    case, bound = make_packed(12, 32, (16, 8)), 1e-3
     expected = case.reference(True)
     wrong_slots = replace(case, slots=(case.slots + 1) % case.num_slots)
     assert relative_error(run(wrong_slots, PLANS[name], wrong_slots.lora()), expected) > bound
-    lost = make_packed(24)
+    lost = make_packed(12, 32, (16, 8))
     lost.tables[1].packed.zero_()
     assert relative_error(run(lost, PLANS[name], lost.lora()), expected) > bound
-    scaled = make_packed(24)
+    scaled = make_packed(12, 32, (16, 8))
     scaled.tables[0].arena.mul_(0.5)
     assert relative_error(run(scaled, PLANS[name], scaled.lora()), expected) > bound
 
 
 def test_tables_that_are_not_evenly_spaced_go_one_by_one() -> None:
-    case = make_packed(12)
+    case = make_packed(8, 32, (16, 8, 16))
     apart = [replace(table, packed=table.packed.clone()) for table in case.tables]
     lora = replace(case.lora(), tables=tuple(apart))
     assert len(find_factors(case.lora())) == 1
@@ -100,8 +105,8 @@ def test_tables_that_are_not_evenly_spaced_go_one_by_one() -> None:
 
 
 def test_delta_alone_changes_no_other_row_or_column() -> None:
-    case = make_packed(30)
-    wide = torch.randn(30, sum(case.sizes) + 8)
+    case = make_packed(14, 32, (16, 8, 16))
+    wide = torch.randn(14, sum(case.sizes) + 8)
     wide[:, ::3] = -0.0
     before = wide.clone()
     y = wide[:, 4 : 4 + sum(case.sizes)]
