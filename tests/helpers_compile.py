@@ -1,4 +1,4 @@
-"""Compiles the shrink for an H200 without a GPU, and prints how its PTX loads, as one JSON line.
+"""Compiles kernels for an H200 without a GPU, and prints how their PTX loads, as one JSON line.
 
 A process of its own: the tests run Triton's interpreter, and a compiler needs a driver to ask.
 """
@@ -28,6 +28,20 @@ class Driver:
         return 0
 
 
+RUN = JITFunction.run
+
+
+def compile_only(found: list[str]) -> None:
+    """From now on launches only compile; their PTX goes to `found`."""
+
+    def run(self, *args, grid, warmup, **options):
+        kernel = RUN(self, *args, grid=grid, warmup=True, **options)
+        found.append(kernel.asm["ptx"])
+        return kernel
+
+    JITFunction.run = run
+
+
 def shrink_ptx() -> dict[str, str]:
     """PTX of the shrink by whether pairs are ordered."""
     from test_kernels_moe import ALONE, ORDERED
@@ -37,14 +51,7 @@ def shrink_ptx() -> dict[str, str]:
     from vexpert.kernels.moe_shrink import ShrinkShape, moe_shrink
 
     found: list[str] = []
-    run = JITFunction.run
-
-    def compile_only(self, *args, grid, warmup, **options):
-        kernel = run(self, *args, grid=grid, warmup=True, **options)
-        found.append(kernel.asm["ptx"])
-        return kernel
-
-    JITFunction.run = compile_only
+    compile_only(found)
     pairs = 64
     ints = torch.zeros(pairs, dtype=torch.int32)
     ids = torch.zeros(8, 8, dtype=torch.int64)
@@ -63,6 +70,31 @@ def shrink_ptx() -> dict[str, str]:
     return dict(zip(("identity", "ordered"), found, strict=True))
 
 
+def dense_ptx() -> dict[str, str]:
+    """PTX of a packed dense layer's shrink and product by the number of rows."""
+    from vexpert.kernels.dense_linear import DenseLora, dense_linear
+    from vexpert.kernels.dense_order import RowOrder
+    from vexpert.kernels.dense_shrink import dense_shrink
+    from vexpert.kernels.dense_tiles import DenseFactors
+    from vexpert.ops.dense_plan import DenseShape, choose_dense_plan
+
+    found: list[str] = []
+    compile_only(found)
+    sizes, depth, dtype = (512, 128, 128), 2048, torch.bfloat16
+    arena, table = torch.empty(64, dtype=dtype), torch.zeros(21, 4, dtype=torch.int64)
+    factors = DenseFactors(arena, table[:7], 28, sizes, 16, alignment=8)
+    weight = torch.empty(sum(sizes), depth, dtype=dtype)
+    for rows in (1, 8):
+        ints = torch.zeros(128, dtype=torch.int32)
+        order = RowOrder(ints[:rows], *(ints,) * 7, is_identity=rows == 1)
+        x = torch.empty(rows, depth, dtype=dtype)
+        plan = choose_dense_plan(DenseShape(rows, depth, sum(sizes), dtype), 8)
+        h = dense_shrink(x, order, factors, plan.shrink)
+        dense_linear(x, weight, None, sizes, DenseLora(h, order, factors), plan.linear)
+    names = (f"dense {kind}, {rows} rows" for rows in (1, 8) for kind in ("shrink", "product"))
+    return dict(zip(names, found, strict=True))
+
+
 def main() -> None:
     driver.set_active(Driver())
     loads = {
@@ -70,7 +102,7 @@ def main() -> None:
             "by 16": len(re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*\], 0x10", ptx)),
             "by 2": len(re.findall(r"ld\.global\S*\.b16", ptx)),
         }
-        for name, ptx in shrink_ptx().items()
+        for name, ptx in (shrink_ptx() | dense_ptx()).items()
     }
     sys.stdout.write(json.dumps(loads) + "\n")
 

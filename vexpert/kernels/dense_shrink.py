@@ -1,0 +1,140 @@
+"""LoRA shrink of a packed dense layer: h[j, p, c] = A[site, slot] [r, part j] @ x[row[p], part j].
+
+Column c belongs to site c // WIDTH and its row r = c % WIDTH of A. One plane j of float32 partial
+sums per part of the depth; consumers add the planes in order. A program takes either the run that
+starts at its position, or is cut at a multiple of BLOCK_M from its start (RUNS), or BLOCK_M
+positions, whose runs it does one after another.
+
+| array | shape | holds |
+|---|---|---|
+| x | [R, K] | inputs by row |
+| row_at, slot_at, run_start, run_end | [R] int32 | see `dense_order`; IDENTITY: one row, `slots` |
+| table | | see `dense_tiles` |
+| h | [PLANES, R, sites * WIDTH] float32 | by position; zero from a site's rank on; base unwritten |
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vexpert.kernels.common import check_matrix, dot_precision, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.dense_order import RowOrder
+from vexpert.kernels.dense_tiles import DenseFactors
+
+
+@dataclass(frozen=True)
+class DenseShrink:
+    """Positions, columns and depth of a program's part, and how Triton runs it."""
+
+    by_run: bool
+    block_m: int
+    cols: int  # of h; several sites' where they are narrower
+    planes: int
+    block_k: int
+    num_warps: int = 4
+    num_stages: int = 3
+
+
+@triton.jit
+def _shrink_run(
+    at, stop, slot, x, row_at, arena, table, h, left, right, depth, num_slots, stride_x, site_step,
+    IDENTITY: tl.constexpr, SITES: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr,
+    ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    COLS: tl.constexpr,
+):  # fmt: skip
+    """Positions at ... stop, at most BLOCK_M of them, of one slot."""
+    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    exists = column < SITES * WIDTH
+    r = column % WIDTH
+    entry = table + (column // WIDTH).to(tl.int64) * site_step + slot
+    rank = tl.load(entry, mask=exists, other=0)
+    used = r < rank
+    a_at = tl.load(entry + num_slots, mask=exists, other=0)
+    # Here, where it is computed: the compiler forgets it of a function's argument.
+    a_at = tl.multiple_of(a_at + r * depth, [ALIGNMENT])
+    position = at + tl.arange(0, BLOCK_M)
+    own = position < stop
+    row = position
+    if not IDENTITY:
+        row = tl.load(row_at + position, mask=own, other=0)
+    k = tl.arange(0, BLOCK_K)
+    x_line = x + row.to(tl.int64)[:, None] * stride_x + k[None, :]
+    a_line = arena + a_at[None, :] + k[:, None]
+    sums = tl.zeros((BLOCK_M, COLS), dtype=tl.float32)
+    if tl.max(rank - r, 0) > 0:  # some site's adapter has such rows
+        for first in range(left, right, BLOCK_K):
+            if EVEN:
+                x_tile = tl.load(x_line + first, mask=own[:, None], other=0.0)
+                a_tile = tl.load(a_line + first, mask=used[None, :], other=0.0)
+            else:
+                within = first + k < right
+                x_tile = tl.load(x_line + first, mask=own[:, None] & within[None, :], other=0.0)
+                a_tile = tl.load(a_line + first, mask=used[None, :] & within[:, None], other=0.0)
+            sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
+    target = h + position.to(tl.int64)[:, None] * (SITES * WIDTH) + column[None, :]
+    tl.store(target, sums, mask=own[:, None] & exists[None, :])
+
+
+@triton.jit
+def _shrink_kernel(
+    x, row_at, slot_at, run_start, run_end, arena, table, h, num_rows, num_slots, depth, part,
+    stride_x, site_step,
+    IDENTITY: tl.constexpr, RUNS: tl.constexpr, SITES: tl.constexpr, WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
+    BLOCK_K: tl.constexpr, COLS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    left = tl.program_id(2) * part
+    right = tl.minimum(left + part, depth)
+    plane = h + tl.program_id(2).to(tl.int64) * num_rows * (SITES * WIDTH)
+    if RUNS:
+        at = tl.program_id(0)
+        end = at + 1
+        if not IDENTITY:
+            end = tl.minimum(tl.load(run_end + at), at + BLOCK_M)
+            if (at - tl.load(run_start + at)) % BLOCK_M != 0:
+                end = at
+    else:
+        at = tl.program_id(0) * BLOCK_M
+        end = tl.minimum(at + BLOCK_M, num_rows)
+    while at < end:
+        stop = end
+        if not RUNS:
+            stop = tl.minimum(tl.load(run_end + at), end)
+        slot = tl.load(slot_at + at)
+        if slot >= 0:
+            _shrink_run(
+                at, stop, slot, x, row_at, arena, table, plane, left, right, depth, num_slots,
+                stride_x, site_step, IDENTITY, SITES, WIDTH, EVEN, ALIGNMENT, PRECISION, BLOCK_M,
+                BLOCK_K, COLS,
+            )  # fmt: skip
+        at = stop
+
+
+def dense_shrink(
+    x: torch.Tensor, order: RowOrder, factors: DenseFactors, shape: DenseShrink, pdl: bool = False
+) -> torch.Tensor:
+    """h of x [R, K], see the table above."""
+    check_matrix("x", x)
+    assert x.dtype == factors.arena.dtype, (x.dtype, factors.arena.dtype)
+    assert shape.by_run or not order.is_identity
+    rows, depth = x.shape
+    sites = len(factors.sizes)
+    part = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k) * shape.block_k
+    planes = triton.cdiv(depth, part)
+    columns = sites * factors.width
+    h = torch.empty(planes, rows, columns, dtype=torch.float32, device=x.device)
+    programs = rows if shape.by_run else triton.cdiv(rows, shape.block_m)
+    _shrink_kernel[(programs, triton.cdiv(columns, shape.cols), planes)](
+        x, order.row, order.slot, order.run_start, order.run_end, factors.arena, factors.table, h,
+        rows, factors.num_slots, depth, part, x.stride(0), factors.site_step,
+        IDENTITY=order.is_identity, RUNS=shape.by_run, SITES=sites, WIDTH=factors.width,
+        EVEN=depth % shape.block_k == 0, ALIGNMENT=factors.alignment_of(depth),
+        PRECISION=dot_precision(x.dtype), BLOCK_M=shape.block_m, BLOCK_K=shape.block_k,
+        COLS=shape.cols, num_warps=shape.num_warps, num_stages=shape.num_stages,
+        **pdl_options(pdl),
+    )  # fmt: skip
+    return h
