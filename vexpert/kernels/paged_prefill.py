@@ -23,7 +23,14 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
-from vexpert.kernels.paged_tiles import LOG2E, cap_scores, fold, load_rows
+from vexpert.kernels.paged_tiles import (
+    INDEX_ARRAYS,
+    LOG2E,
+    UNSPECIALIZED,
+    cap_scores,
+    fold,
+    load_rows,
+)
 from vexpert.kernels.paged_types import AttentionBatch, PagedShape, Scores
 
 
@@ -84,7 +91,7 @@ def _attend(
     return peak, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=INDEX_ARRAYS)
 def _prefill_kernel(
     query, keys, values, query_starts, kv_lens, block_tables, sinks, out, sequences, scale,
     softcap, window, chunk, stride_qt, stride_qh, stride_kr, stride_kh, stride_vr, stride_vh,

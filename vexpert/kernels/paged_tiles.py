@@ -6,6 +6,9 @@ Exponents have base 2: scores are multiplied by log2(e) once, and `exp2` is one 
 import triton
 import triton.language as tl
 
+# Of these Triton would compile a kernel for each kind of value: in the middle of serving.
+INDEX_ARRAYS = ["query_starts", "kv_lens", "block_tables"]
+UNSPECIALIZED = ["sequences", "window", "chunk", "stride_table", "least_len", "min_keys", "splits"]
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 
 
