@@ -33,7 +33,7 @@ def _write_one(source, target, stride_sh, stride_th, COUNT: tl.constexpr, WIDTH:
         tl.store(target + head * stride_th + column, x.to(target.dtype.element_ty), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["cache_rows"])  # else a variant for each
 def _write_kernel(
     key, value, cache_rows, keys, values, stride_kt, stride_kh, stride_vt, stride_vh, stride_kr,
     stride_kg, stride_vr, stride_vg, HEADS: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,

@@ -7,7 +7,7 @@ For each sequence b with one query row, query head h of KV head g, and the keys 
 
 A program takes a run of keys of one sequence and KV head, for all its query heads at once: they
 are the rows of its dots. How many runs a sequence has follows from its own length, on the device,
-up to SPLITS. A sequence of one run is done there and then. Otherwise the program that arrives last
+up to S. A sequence of one run is done there and then. Otherwise the program that arrives last
 adds the runs up, in their order, whoever it is: the result is the same every time.
 
 | array | shape | holds |
@@ -15,8 +15,8 @@ adds the runs up, in their order, whoever it is: the result is the same every ti
 | query | [T, Hq, d] | any strides of rows and heads |
 | keys, values | [rows, Hkv, d or dv] | the cache |
 | query_starts, kv_lens, block_tables | see `AttentionBatch` | |
-| part_out | [B, Hq, SPLITS, dv] float32 | a run's sum of weighted values, not yet divided |
-| part_peak, part_total | [B, Hq, SPLITS] float32 | its largest score (base 2), its sum of weights |
+| part_out | [B, Hq, S, dv] float32 | a run's sum of weighted values, not yet divided |
+| part_peak, part_total | [B, Hq, S] float32 | its largest score (base 2), its sum of weights |
 | arrivals | [B * groups] int32 | runs done; zero before and after |
 """
 
@@ -27,7 +27,15 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
-from vexpert.kernels.paged_tiles import LOG2E, cap_scores, fold, load_rows
+from vexpert.kernels.paged_tiles import (
+    INDEX_ARRAYS,
+    LOG2E,
+    UNSPECIALIZED,
+    cap_scores,
+    fold,
+    load_blocks,
+    load_rows,
+)
 from vexpert.kernels.paged_types import AttentionBatch, PagedShape, Scores
 
 
@@ -55,7 +63,7 @@ def count_splits(shape: DecodeShape, programs: int, most_keys: int) -> int:
 @triton.jit
 def _add_up(
     out, part_out, part_peak, part_total, row, first_row, heads_left, used, stride_h,
-    DV: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr,
+    splits, DV: tl.constexpr, BLOCK_S: tl.constexpr, UNROLL: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Out of ROWS heads from their runs, in order; `row`: of the first in the parts."""
@@ -63,7 +71,7 @@ def _add_up(
     mine = head < heads_left
     column = tl.arange(0, BLOCK_DV)
     every = tl.arange(0, BLOCK_S)
-    all_at = (row + head[None, :]) * SPLITS + every[:, None]
+    all_at = (row + head[None, :]) * splits + every[:, None]
     exist = mine[None, :] & (every < used)[:, None]
     peaks = tl.load(part_peak + all_at, mask=exist, other=float("-inf"), cache_modifier=".cg")
     peak = tl.max(peaks, 0)
@@ -71,51 +79,48 @@ def _add_up(
     totals = tl.load(part_total + all_at, mask=exist, other=0.0, cache_modifier=".cg")
     total = tl.sum(totals * tl.exp2(peaks - peak[None, :]), 0)
     acc = tl.zeros((ROWS, BLOCK_DV), dtype=tl.float32)
-    for first in range(0, used, GROUP):
-        split = first + tl.arange(0, GROUP)
-        at = (row + head[None, :]) * SPLITS + split[:, None]
-        there = mine[None, :] & (split < used)[:, None]
-        weight = tl.load(part_peak + at, mask=there, other=float("-inf"), cache_modifier=".cg")
-        weight = tl.exp2(weight - peak[None, :])
-        cell = at.to(tl.int64)[:, :, None] * DV + column[None, None, :]
-        filled = there[:, :, None] & (column < DV)[None, None, :]
+    filled = mine[:, None] & (column < DV)[None, :]
+    for split in tl.range(0, used, loop_unroll_factor=UNROLL):
+        at = (row + head) * splits + split
+        weight = tl.load(part_peak + at, mask=mine, other=float("-inf"), cache_modifier=".cg")
+        cell = at.to(tl.int64)[:, None] * DV + column[None, :]
         part = tl.load(part_out + cell, mask=filled, other=0.0, cache_modifier=".cg")
-        acc += tl.sum(part * weight[:, :, None], 0)
+        acc += part * tl.exp2(weight - peak)[:, None]
     acc = acc / tl.where(mine, total, 1.0)[:, None]
     target = out + first_row + head[:, None] * stride_h + column[None, :]
-    wanted = mine[:, None] & (column < DV)[None, :]
-    tl.store(target, acc.to(out.dtype.element_ty), mask=wanted)
+    tl.store(target, acc.to(out.dtype.element_ty), mask=filled)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=INDEX_ARRAYS)
 def _decode_kernel(
     query, keys, values, query_starts, kv_lens, block_tables, sinks, out, part_out, part_peak,
-    part_total, arrivals, scale, softcap, window, chunk, stride_qt, stride_qh, stride_kr,
+    part_total, arrivals, width, scale, softcap, window, chunk, stride_qt, stride_qh, stride_kr,
     stride_kh, stride_vr, stride_vh, stride_table, stride_ot, stride_oh, min_keys,
+    splits,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
-    BLOCK_SIZE: tl.constexpr, SPLITS: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
+    BLOCK_SIZE: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    ADD_GROUP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    UNROLL: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    pdl_release(PDL)
     parts: tl.constexpr = (GROUP_SIZE + BLOCK_H - 1) // BLOCK_H
     b, split = tl.program_id(1), tl.program_id(2)
     g = tl.program_id(0) // parts
     first_head = g * GROUP_SIZE + tl.program_id(0) % parts * BLOCK_H
     heads_left = (g + 1) * GROUP_SIZE - first_head
     token = tl.load(query_starts + b)
-    if tl.load(query_starts + b + 1) - token != 1:
-        return
+    next_token = tl.load(query_starts + b + 1)
     kv_len = tl.load(kv_lens + b).to(tl.int32)
+    if next_token - token != 1:
+        return
     left = 0
     if HAS_WINDOW:
         left = tl.maximum(left, kv_len - window)
     if HAS_CHUNK:
         left = tl.maximum(left, (kv_len - 1) // chunk * chunk)
-    # SPLITS runs at most, of at least min_keys, and of whole steps
-    used = tl.minimum(tl.cdiv(kv_len - left, min_keys), SPLITS)
+    # as many runs as there are programs at most, of at least min_keys, and of whole steps
+    used = tl.minimum(tl.cdiv(kv_len - left, min_keys), splits)
     run = tl.cdiv(tl.cdiv(kv_len - left, used), BLOCK_N) * BLOCK_N
     used = tl.cdiv(kv_len - left, run)
     if split >= used:
@@ -138,11 +143,12 @@ def _decode_kernel(
         total += tl.where(split == 0, 1.0, 0.0)
     acc = tl.zeros((BLOCK_H, BLOCK_DV), dtype=tl.float32)
     table = block_tables + b.to(tl.int64) * stride_table
+    block = load_blocks(table, begin + n, width, BLOCK_SIZE)
     for first in range(begin, end, BLOCK_N):
         j = first + n
         inside = j < end
-        block = tl.load(table + j // BLOCK_SIZE, mask=inside, other=0)
         row = block * BLOCK_SIZE + j % BLOCK_SIZE
+        block = load_blocks(table, j + BLOCK_N, width, BLOCK_SIZE)
         key = load_rows(keys, row, inside, g * stride_kh, stride_kr, D, BLOCK_D, True)
         value = load_rows(values, row, inside, g * stride_vh, stride_vr, DV, BLOCK_DV, True)
         products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
@@ -150,13 +156,14 @@ def _decode_kernel(
         scores = tl.where(inside[None, :], scores, float("-inf"))
         peak, total, acc = fold(scores, value, peak, total, acc, False, PRECISION)
 
+    pdl_release(PDL)
     wanted = mine[:, None] & (column < DV)[None, :]
     if used == 1:
         target = out + token * stride_ot + (first_head + h)[:, None] * stride_oh + column[None, :]
         tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
-    elif SPLITS > 1:
+    elif IS_SPLIT:
         line = b * tl.num_programs(0) // parts * GROUP_SIZE + first_head
-        at = (line + h) * SPLITS + split
+        at = (line + h) * splits + split
         tl.store(part_out + at.to(tl.int64)[:, None] * DV + column[None, :], acc, mask=wanted)
         tl.store(part_peak + at, peak, mask=mine)
         tl.store(part_total + at, total, mask=mine)
@@ -166,7 +173,7 @@ def _decode_kernel(
             first_row = token * stride_ot + first_head * stride_oh
             _add_up(
                 out, part_out, part_peak, part_total, line, first_row, heads_left, used,
-                stride_oh, DV, SPLITS, BLOCK_S, ADD_GROUP, ROWS, BLOCK_DV,
+                stride_oh, splits, DV, BLOCK_S, UNROLL, ROWS, BLOCK_DV,
             )  # fmt: skip
             tl.store(arrival, 0)
 
@@ -210,6 +217,7 @@ def paged_decode(
         query if how.sinks is None else how.sinks,
         out,
         *_parts(splits, batch, programs, out),
+        batch.block_tables.shape[1],
         stride_qt=query.stride(0),
         stride_qh=query.stride(1),
         stride_kr=keys.stride(0),
@@ -225,15 +233,15 @@ def paged_decode(
         D=sizes.width,
         DV=sizes.value_width,
         BLOCK_SIZE=batch.block_size,
-        SPLITS=splits,
-        BLOCK_S=power_of_two(splits, 1, MOST_SPLITS),
+        splits=splits,
+        IS_SPLIT=splits > 1,
+        BLOCK_S=MOST_SPLITS,
         BLOCK_H=block_h,
         ROWS=rows,
         BLOCK_D=power_of_two(sizes.width, 16, 1024),
         BLOCK_DV=block_dv,
         BLOCK_N=shape.block_n,
-        # [ADD_GROUP, ROWS, BLOCK_DV] float32 lie in registers
-        ADD_GROUP=max(1, min(8, 64 * 32 * shape.num_warps // (rows * block_dv))),
+        UNROLL=8,
         PRECISION=dot_precision(query.dtype),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -23,7 +23,15 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
-from vexpert.kernels.paged_tiles import LOG2E, cap_scores, fold, load_rows
+from vexpert.kernels.paged_tiles import (
+    INDEX_ARRAYS,
+    LOG2E,
+    UNSPECIALIZED,
+    cap_scores,
+    fold,
+    load_blocks,
+    load_rows,
+)
 from vexpert.kernels.paged_types import AttentionBatch, PagedShape, Scores
 
 
@@ -52,7 +60,7 @@ def _find_sequence(query_starts, sequences, tile, BLOCK_Q: tl.constexpr, BLOCK_B
 
 @triton.jit
 def _attend(
-    begin, end, q, position, kv_len, peak, total, acc, keys, values, table, key_at, value_at,
+    begin, end, q, position, width, peak, total, acc, keys, values, table, key_at, value_at,
     stride_kr, stride_vr, scale, softcap, window, chunk,
     MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
     HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
@@ -60,14 +68,12 @@ def _attend(
 ):  # fmt: skip
     """Fold the keys begin ... end - 1 in; unless MASKED, every row sees all of them."""
     n = tl.arange(0, BLOCK_N)
+    block = load_blocks(table, begin + n, width, BLOCK_SIZE)
     for first in range(begin, end, BLOCK_N):
         j = first + n
         inside = j < end
-        if MASKED:
-            block = tl.load(table + j // BLOCK_SIZE, mask=inside, other=0)
-        else:
-            block = tl.load(table + j // BLOCK_SIZE)
         row = block * BLOCK_SIZE + j % BLOCK_SIZE
+        block = load_blocks(table, j + BLOCK_N, width, BLOCK_SIZE)
         key = load_rows(keys, row, inside, key_at, stride_kr, D, BLOCK_D, MASKED)
         value = load_rows(values, row, inside, value_at, stride_vr, DV, BLOCK_DV, MASKED)
         products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
@@ -84,9 +90,9 @@ def _attend(
     return peak, total, acc
 
 
-@triton.jit
+@triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=INDEX_ARRAYS)
 def _prefill_kernel(
-    query, keys, values, query_starts, kv_lens, block_tables, sinks, out, sequences, scale,
+    query, keys, values, query_starts, kv_lens, block_tables, sinks, out, sequences, width, scale,
     softcap, window, chunk, stride_qt, stride_qh, stride_kr, stride_kh, stride_vr, stride_vh,
     stride_table, stride_ot, stride_oh, least_len,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
@@ -96,7 +102,6 @@ def _prefill_kernel(
     PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
-    pdl_release(PDL)
     block_q: tl.constexpr = BLOCK_M // HEADS
     parts: tl.constexpr = (GROUP_SIZE + HEADS - 1) // HEADS
     g = tl.program_id(0) // parts
@@ -143,18 +148,19 @@ def _prefill_kernel(
         # keys that every row sees
         middle = (first_position + 1) // BLOCK_N * BLOCK_N
         peak, total, acc = _attend(
-            left, middle, q, position, kv_len, peak, total, acc, keys, values, table,
+            left, middle, q, position, width, peak, total, acc, keys, values, table,
             g * stride_kh, g * stride_vh, stride_kr, stride_vr, scale, softcap, window, chunk,
             False, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, D, DV, BLOCK_SIZE, BLOCK_D, BLOCK_DV,
             BLOCK_N, PRECISION,
         )  # fmt: skip
         left = middle
     peak, total, acc = _attend(
-        left, right, q, position, kv_len, peak, total, acc, keys, values, table,
+        left, right, q, position, width, peak, total, acc, keys, values, table,
         g * stride_kh, g * stride_vh, stride_kr, stride_vr, scale, softcap, window, chunk,
         True, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, D, DV, BLOCK_SIZE, BLOCK_D, BLOCK_DV,
         BLOCK_N, PRECISION,
     )  # fmt: skip
+    pdl_release(PDL)
     target = out + token[:, None] * stride_ot + head[:, None] * stride_oh + column[None, :]
     wanted = mine[:, None] & (column < DV)[None, :]
     tl.store(target, (acc / total[:, None]).to(out.dtype.element_ty), mask=wanted)
@@ -184,6 +190,7 @@ def paged_prefill(
         query if how.sinks is None else how.sinks,
         out,
         batch.num_sequences,
+        batch.block_tables.shape[1],
         stride_qt=query.stride(0),
         stride_qh=query.stride(1),
         stride_kr=keys.stride(0),

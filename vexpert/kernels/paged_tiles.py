@@ -6,7 +6,29 @@ Exponents have base 2: scores are multiplied by log2(e) once, and `exp2` is one 
 import triton
 import triton.language as tl
 
+# Of these Triton would compile a kernel for each kind of value: in the middle of serving.
+INDEX_ARRAYS = ["query_starts", "kv_lens", "block_tables"]
+UNSPECIALIZED = [
+    "sequences",
+    "width",
+    "window",
+    "chunk",
+    "stride_table",
+    "least_len",
+    "min_keys",
+    "splits",
+]
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
+
+
+@triton.jit
+def load_blocks(table, j, width, BLOCK_SIZE: tl.constexpr):
+    """Blocks of positions j; behind the table's end those of its last place, which are not used.
+
+    Not masked by the sequence's length, so that the load need not wait until that is known. A loop
+    loads the blocks of its next step: their addresses are then known in time for its prefetch.
+    """
+    return tl.load(table + tl.minimum(j // BLOCK_SIZE, width - 1)).to(tl.int32)
 
 
 @triton.jit
@@ -19,7 +41,7 @@ def load_rows(
     What lies outside may be NaN, and zero times NaN is NaN.
     """
     column = tl.arange(0, BLOCK)
-    at = cache + rows[:, None] * stride_row + head_at + column[None, :]
+    at = cache + rows.to(tl.int64)[:, None] * stride_row + head_at + column[None, :]
     if MASKED and WIDTH != BLOCK:
         tile = tl.load(at, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
     elif MASKED:

@@ -29,7 +29,11 @@ class AttentionBatch:
         return self.kv_lens.shape[0]
 
     def arrivals(self, groups: int) -> torch.Tensor:
-        """[B * groups] int32: zeros, and each kernel leaves zeros; one tensor for all layers."""
+        """[B * groups] int32: zeros, and each kernel leaves zeros; one tensor for all layers.
+
+        Made at the first call. If that is captured, the zeroing is part of that graph: another
+        graph then needs a batch of its own, or a call before the captures.
+        """
         found = self._arrivals.get(groups)
         if found is None:
             size = self.num_sequences * groups

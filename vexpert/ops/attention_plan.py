@@ -29,12 +29,12 @@ class AttentionPlan:
 # kind -> (widest padded head, plan)
 PLANS = {
     "half": (
-        (128, AttentionPlan(DecodeShape(64, 256, 264, 4, 3), PrefillShape(128, 64, 8, 3))),
-        (256, AttentionPlan(DecodeShape(64, 256, 132, 4, 2), PrefillShape(128, 64, 8, 2))),
-        (512, AttentionPlan(DecodeShape(32, 256, 132, 4, 2), PrefillShape(64, 32, 8, 1))),
+        (128, AttentionPlan(DecodeShape(64, 256, 264, 4, 5), PrefillShape(128, 64, 8, 3))),
+        (256, AttentionPlan(DecodeShape(64, 256, 132, 4, 2), PrefillShape(64, 64, 8, 2))),
+        (512, AttentionPlan(DecodeShape(32, 256, 132, 4, 2), PrefillShape(32, 32, 8, 1))),
     ),
     "float32": (
-        (128, AttentionPlan(DecodeShape(32, 256, 132, 4, 2), PrefillShape(32, 32, 4, 2))),
+        (128, AttentionPlan(DecodeShape(32, 256, 132, 4, 2), PrefillShape(16, 16, 4, 2))),
         (256, AttentionPlan(DecodeShape(32, 256, 132, 4, 1), PrefillShape(16, 16, 4, 1))),
         (512, AttentionPlan(DecodeShape(16, 256, 132, 4, 1), PrefillShape(16, 16, 4, 1))),
     ),
