@@ -136,7 +136,8 @@ def find_runs(order: PairOrder, piece: int, adapters: int, pdl: bool = False) ->
     _runs_kernel[(tiles,)](
         order.slot, order.tile_expert, order.tile_start, order.tile_end, order.num_tiles,
         found.num_runs, found.run_first, found.run_stop, found.run_address, found.run_rank,
-        found.num_pieces, found.piece_first, found.piece_stop, found.piece_address, found.piece_rank,
+        found.num_pieces, found.piece_first, found.piece_stop, found.piece_address,
+        found.piece_rank,
         *factor_arguments(factors, order.slot)[2:], factors.num_slots, max_runs, max_pieces,
         **factor_options(factors), PIECE=piece, BLOCK_M=order.block_m,
         COLUMNS=min(order.block_m, 32), **pdl_options(pdl),
