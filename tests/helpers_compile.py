@@ -60,12 +60,12 @@ def shrink_ptx() -> dict[str, str]:
     slots = torch.zeros(8, dtype=torch.int64)
     factors = PairFactors.empty(slots, site, None, pairs)
     hidden = torch.empty(8, 2048, dtype=torch.bfloat16)
-    shape = ShrinkShape(True, 16, 1, 128, 4, 4)
+    shape = ShrinkShape(16, 1, 128, 4, 4)
     for plan in (ALONE, ORDERED):
         if plan.is_identity:
             order = identity_order(ids, factors, 128, 16)
         else:
-            order = make_order(ids, factors, (ints,) * 9, 16, 128)
+            order = make_order(ids, factors, (ints,) * 10, 16, 128)
         moe_shrink(hidden, order, shape)
     return dict(zip(("identity", "ordered"), found, strict=True))
 

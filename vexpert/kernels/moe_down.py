@@ -7,7 +7,7 @@ At position p of expert e and slot s, q = pair[p]:
 |---|---|---|
 | inter | [P, I] | by position |
 | weight | [E, H, I] in any strides | |
-| h | [PLANES, P, max_rank] float32 | by position |
+| h | see `moe_shrink` | by position |
 | topk_weights | [T, K] or None | None: ones |
 | out | [P, H] | by pair; rows of sentinels unspecified |
 """
@@ -23,16 +23,19 @@ from vexpert.kernels.moe_gate_up import (
     TileShape,
     expand_options,
     expand_tensors,
+    factor_stride,
     weight_rows,
 )
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_tiles import (
     items_of,
     load_b,
+    own_rows,
     read_tile,
     shrunk_of_items,
     shrunk_rows,
     spread_rows,
+    touch_b,
 )
 
 
@@ -51,14 +54,15 @@ def _down_tile(
     topk_weights,
     out,
     pair_at,
-    run_end,
-    tile_runs,
-    tile_num_runs,
+    run_first,
+    run_stop,
+    num_runs,
     h,
     arena,
     address,
     rank,
     num_pairs,
+    factor_stride,
     num_slots,
     depth,
     size,
@@ -79,6 +83,8 @@ def _down_tile(
     EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    SLICE_WIDTH: tl.constexpr,
+    TOUCH_BYTES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -103,20 +109,26 @@ def _down_tile(
     if HAS_LORA:
         dtype: tl.constexpr = arena.dtype.element_ty
         plane = num_pairs * max_rank
+        if BY_RUN:
+            runs = tl.load(num_runs + tile)
         if EARLY:
             pdl_wait(PDL)
         if BY_RUN and EARLY:
             rows = shrunk_rows(
-                h, rank, position, mine, plane, num_pairs, max_rank, 4, 0, BLOCK_R, dtype, PLANES
+                h, position, mine, plane, max_rank, 0, SLICE_WIDTH, 0, BLOCK_R, dtype, PLANES
             )
         if PREFETCH:
-            first0, stop0, exists0, r0 = items_of(
-                0, tile, start, end, run_end, tile_runs, tile_num_runs,
-                BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
-            )  # fmt: skip
+            index0, first0, stop0, exists0, r0 = items_of(
+                0, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
+            )
             used0, b_tile0 = load_b(
-                arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs,
+                arena, address, rank, index0, exists0, expert, r0, n, inside, size, factor_stride,
                 num_slots, 4, 1, TOP_K, IDENTITY, ALIGNMENT,
+            )  # fmt: skip
+        if BY_RUN and TOUCH_BYTES:
+            touch_b(
+                arena, address, rank, tile, runs, block * BLOCK_N, size, factor_stride,
+                4, TOUCH_BYTES, RUN_STRIDE, BLOCK_R,
             )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
@@ -139,17 +151,16 @@ def _down_tile(
             pdl_wait(PDL)  # for the shrink; inter was complete before this kernel could start
         count = end - start
         if BY_RUN:
-            count = tl.load(tile_num_runs + tile)
+            count = runs
         for step in tl.static_range(RANK_STEPS):
             if BY_RUN and not EARLY:
                 rows = shrunk_rows(
-                    h, rank, position, mine, plane, num_pairs, max_rank, 4, step, BLOCK_R, dtype,
-                    PLANES,
-                )  # fmt: skip
+                    h, position, mine, plane, max_rank, 0, SLICE_WIDTH, step, BLOCK_R, dtype, PLANES
+                )
             if PREFETCH:
-                own = (position[:, None] >= first0[None, :]) & (position[:, None] < stop0[None, :])
+                own = own_rows(position, first0, stop0)
                 if BY_RUN:
-                    h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
+                    h_tile = spread_rows(rows, own & used0[None, :], GROUP, BLOCK_R)
                 else:
                     h_tile = shrunk_of_items(
                         h, address, rank, first0, own, used0, r0, plane, num_pairs, num_slots,
@@ -157,18 +168,17 @@ def _down_tile(
                     )  # fmt: skip
                 total = tl.dot(h_tile, b_tile0, total, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
-                first_at, stop, exists, r = items_of(
-                    item, tile, start, end, run_end, tile_runs, tile_num_runs,
-                    BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
-                )  # fmt: skip
+                index, first_at, stop, exists, r = items_of(
+                    item, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
+                )
                 r += step * BLOCK_R
-                own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
+                own = own_rows(position, first_at, stop)
                 used, b_tile = load_b(
-                    arena, address, rank, first_at, exists, expert, r, n, inside, size, num_pairs,
+                    arena, address, rank, index, exists, expert, r, n, inside, size, factor_stride,
                     num_slots, 4, 1, TOP_K, IDENTITY, ALIGNMENT,
                 )  # fmt: skip
                 if BY_RUN:
-                    h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
+                    h_tile = spread_rows(rows, own & used[None, :], GROUP, BLOCK_R)
                 else:
                     h_tile = shrunk_of_items(
                         h, address, rank, first_at, own, used, r, plane, num_pairs, num_slots,
@@ -196,18 +206,19 @@ def _down_kernel(
     out,
     topk_ids,
     pair_at,
-    run_end,
     tile_expert,
     tile_start,
     tile_end,
     num_tiles,
-    tile_runs,
-    tile_num_runs,
+    run_first,
+    run_stop,
+    num_runs,
     h,
     arena,
     address,
     rank,
     num_pairs,
+    factor_stride,
     num_slots,
     num_experts,
     depth,
@@ -229,6 +240,8 @@ def _down_kernel(
     EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    SLICE_WIDTH: tl.constexpr,
+    TOUCH_BYTES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -254,22 +267,20 @@ def _down_kernel(
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _down_tile(
             expert, tile, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias,
-            topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
-            rank, num_pairs, num_slots, depth, size, stride_we, stride_wn, stride_wk, max_rank,
-            TOP_K,
-            IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
-            TAIL_M, BLOCK_N, BLOCK_K, PDL,
+            topk_weights, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
+            rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
+            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP,
+            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, TOUCH_BYTES, ALIGNMENT,
+            EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _down_tile(
             expert, tile, start, end, block, inter, inter_rows, weight, weight_rows, bias,
-            topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
-            rank, num_pairs, num_slots, depth, size, stride_we, stride_wn, stride_wk, max_rank,
-            TOP_K,
-            IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
-            BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+            topk_weights, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
+            rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
+            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP,
+            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, TOUCH_BYTES, ALIGNMENT,
+            EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
 
@@ -305,24 +316,24 @@ def moe_down(
         out,
         order.topk_ids,
         order.pair,
-        order.run_end,
         order.tile_expert,
         order.tile_start,
         order.tile_end,
         order.num_tiles,
         *expand_tensors(lora, order, none),
         pairs,
+        factor_stride(lora, pairs),
         0 if lora is None else lora.factors.num_slots,
         order.num_experts,
         depth,
         size,
         *weight.stride(),
-        0 if lora is None else lora.factors.max_rank,
+        0 if lora is None else lora.h.shape[2],
         TOP_K=order.top_k,
         IDENTITY=order.is_identity,
         HAS_BIAS=bias is not None,
         HAS_WEIGHTS=topk_weights is not None,
-        **expand_options(lora, size),
+        **expand_options(lora, size, shape),
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
         TMA=shape.tma,
         PRECISION=dot_precision(inter.dtype),

@@ -3,7 +3,8 @@
 A tile may mix adapters and base rows. Its LoRA is one dot of a block-diagonal matrix of shrunk rows
 with the factors of several *items* stacked: an item is a row, or where runs are long a run of equal
 (expert, slot). All factors of a group are thus loaded at once; a loop would wait for each item.
-The first group's factors may be loaded before the base product, which then hides their latency.
+The first group's factors may be loaded before the base product, which then hides their latency;
+the others' may be asked for then, to be in the L2 later (`touch_b`).
 """
 
 import triton
@@ -27,10 +28,10 @@ def read_tile(
         start = tile
         end = tl.where((expert >= 0) & (expert < num_experts), tile + 1, -1)
     else:
-        exists = tile < tl.load(num_tiles)
-        expert = tl.load(tile_expert + tile, mask=exists, other=0)
-        start = tl.load(tile_start + tile, mask=exists, other=0)
-        end = tl.load(tile_end + tile, mask=exists, other=-1)
+        # One wait: what lies behind the last tile is read, and dropped.
+        expert = tl.load(tile_expert + tile)
+        start = tl.load(tile_start + tile)
+        end = tl.where(tile < tl.load(num_tiles), tl.load(tile_end + tile), -1)
     return expert, start, end
 
 
@@ -40,26 +41,30 @@ def items_of(
     tile,
     start,
     end,
-    run_end,
-    tile_runs,
-    tile_num_runs,
+    run_first,
+    run_stop,
     BY_RUN: tl.constexpr,
     STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Of each row of GROUP stacked factors: (first position, stop, exists, r)."""
+    """Of each row of GROUP stacked factors: (index of its factors, position, stop, exists, r).
+
+    A run that does not exist has rank 0.
+    """
     stacked = tl.arange(0, GROUP * BLOCK_R)
     item = first_item + stacked // BLOCK_R
     if BY_RUN:
-        exists = item < tl.load(tile_num_runs + tile)
-        first = tl.load(tile_runs + tile * STRIDE + item, mask=exists, other=0)
-        stop = tl.minimum(tl.load(run_end + first, mask=exists, other=0), end)
+        index = tile * STRIDE + item
+        exists = item < STRIDE
+        first = tl.load(run_first + index)
+        stop = tl.load(run_stop + index)
     else:
-        first = start + item
-        exists = first < end
-        stop = first + 1
-    return first, stop, exists, stacked % BLOCK_R
+        index = start + item
+        exists = index < end
+        first = index
+        stop = index + 1
+    return index, first, stop, exists, stacked % BLOCK_R
 
 
 @triton.jit
@@ -74,23 +79,24 @@ def _table_part(
 
 @triton.jit
 def load_b(
-    arena, address, rank, first, exists, expert, r, n, inside, size, num_pairs, num_slots,
+    arena, address, rank, index, exists, expert, r, n, inside, size, stride, num_slots,
     ROW: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr, IDENTITY: tl.constexpr,
     ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
     """Of stacked factor rows: which exist, and B^T [GROUP * BLOCK_R, N].
 
-    `address` and `rank` are `moe_factors`'; with IDENTITY, slots and the packed table.
+    `address` and `rank` are `moe_factors`', rows `stride` apart; with IDENTITY, slots and the
+    packed table.
     """
     if IDENTITY:
-        at, active = _table_part(address, rank, first, exists, num_slots, ROW, TOP_K)
+        at, active = _table_part(address, rank, index, exists, num_slots, ROW, TOP_K)
         step = SLICES * num_slots
         used = active & (r < tl.load(at, mask=active, other=0))
         b_at = tl.load(at + 2 * step, mask=active, other=0)
         b_at += expert * tl.load(at + 3 * step, mask=active, other=0)
     else:
-        used = exists & (r < tl.load(rank + ROW * num_pairs + first, mask=exists, other=0))
-        b_at = tl.load(address + ROW * num_pairs + first, mask=used, other=0)
+        used = exists & (r < tl.load(rank + ROW * stride + index, mask=exists, other=0))
+        b_at = tl.load(address + ROW * stride + index, mask=exists, other=0)
     b_at = tl.multiple_of(b_at + r * size, [ALIGNMENT])
     b_tile = tl.load(
         arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
@@ -124,16 +130,14 @@ def shrunk_of_items(
 
 @triton.jit
 def shrunk_rows(
-    h, rank, position, mine, plane, num_pairs, max_rank,
-    ROW: tl.constexpr, STEP: tl.constexpr, BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
-    PLANES: tl.constexpr,
+    h, position, mine, plane, width,
+    SLICE: tl.constexpr, SLICE_WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK_R: tl.constexpr,
+    DTYPE: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Each position's own shrunk row, [M, BLOCK_R]."""
-    own_rank = tl.load(rank + ROW * num_pairs + position, mask=mine, other=0)
-    column = tl.load(rank + (ROW + 3) * num_pairs + position, mask=own_rank > 0, other=0)
-    r = STEP * BLOCK_R + tl.arange(0, BLOCK_R)
-    at = h + (position * max_rank + column)[:, None] + r[None, :]
-    return _sum_planes(at, r[None, :] < own_rank[:, None], plane, PLANES).to(DTYPE)
+    """Each position's own shrunk row, [M, BLOCK_R]; what no adapter wrote is anything."""
+    r = SLICE * SLICE_WIDTH + STEP * BLOCK_R + tl.arange(0, BLOCK_R)
+    at = h + (position * width)[:, None] + r[None, :]
+    return _sum_planes(at, mine[:, None], plane, PLANES).to(DTYPE)
 
 
 @triton.jit
@@ -144,3 +148,35 @@ def spread_rows(rows, own, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
         wide = tl.broadcast_to(rows[:, None, :], (M, GROUP, BLOCK_R))
         rows = tl.reshape(wide, (M, GROUP * BLOCK_R))
     return tl.where(own, rows, 0.0).to(rows.dtype)
+
+
+@triton.jit
+def own_rows(position, first, stop):
+    """[M, N]: whether a position is of the item of a stacked factor row."""
+    return (position[:, None] >= first[None, :]) & (position[:, None] < stop[None, :])
+
+
+TOUCH: tl.constexpr = tl.constexpr(
+    "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
+    "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }"
+)
+
+
+@triton.jit
+def touch_b(
+    arena, address, rank, tile, count, column, size, stride,
+    ROW: tl.constexpr, BYTES: tl.constexpr, RUN_STRIDE: tl.constexpr, RANKS: tl.constexpr,
+):  # fmt: skip
+    """Ask this block of columns, BYTES a row, of B^T of all runs of a tile into the L2."""
+    ROWS: tl.constexpr = 512
+    for item in range(0, count, ROWS // RANKS):
+        lane = tl.arange(0, ROWS)
+        index = tile * RUN_STRIDE + item + lane // RANKS
+        r = lane % RANKS
+        used = r < tl.load(rank + ROW * stride + index)
+        b_at = tl.load(address + ROW * stride + index, mask=used, other=0)
+        at = (arena + (b_at + r * size + column)).to(tl.int64)
+        length = tl.zeros_like(lane) + BYTES
+        tl.inline_asm_elementwise(
+            TOUCH, "=r,l,r,r", [at, used.to(tl.int32), length], tl.int32, is_pure=False, pack=1
+        )

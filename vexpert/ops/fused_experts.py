@@ -13,7 +13,7 @@ from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink
-from vexpert.ops.moe_plan import BasePlan, MoePlan, MoeShape, choose_plan
+from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
 from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
 MAX_EXPERTS = 4094  # bins of the order's histogram, less two
@@ -50,7 +50,7 @@ class FusedExpertsKernel:
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
         """What the layer launches before its products: to be timed alone."""
         plan = choose_plan(self.shape(topk_ids), lora.num_adapters if lora else 0)
-        return _order(topk_ids, lora, self.experts.down.shape[0], plan.base)
+        return _order(topk_ids, lora, self.experts.down.shape[0], plan)
 
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
         """What the plan depends on, for topk_ids [T, K]."""
@@ -97,8 +97,10 @@ def fused_experts(
     """
     base, pdl = plan.base, plan.base.pdl
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    order = _order(topk_ids, lora, experts.down.shape[0], base)
-    runs = find_runs(order, pdl) if lora is not None and plan.lora.by_run else None
+    order = _order(topk_ids, lora, experts.down.shape[0], plan)
+    runs = None
+    if lora is not None and plan.lora.by_run:
+        runs = find_runs(order, plan.lora.shrink.block_m, len(lora.active_slots), pdl)
     x, scaled = hidden, experts.scale_input
     if scaled:
         scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
@@ -111,9 +113,10 @@ def fused_experts(
             return None
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
-        h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl)
+        h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
         early = how.early and how.by_run
-        return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)
+        touch = how.touch and pdl  # both need compute capability 9.0
+        return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early, touch)
 
     inter = moe_gate_up(
         x,
@@ -146,17 +149,19 @@ def fused_experts(
 
 
 def _order(
-    topk_ids: torch.Tensor, lora: ExpertsLora | None, num_experts: int, plan: BasePlan
+    topk_ids: torch.Tensor, lora: ExpertsLora | None, num_experts: int, plan: MoePlan
 ) -> PairOrder:
+    base, by_run = plan.base, plan.lora.by_run
     factors = None
     if lora is not None:
         up = site_factors(lora.gate_up, lora.most_rank(is_down=False))
         down = site_factors(lora.down, lora.most_rank(is_down=True))
-        factors = PairFactors.empty(lora.slots, up, down, topk_ids.numel())
-    if plan.is_identity:
-        return identity_order(topk_ids, factors, num_experts, plan.block_m)
-    if plan.order_chunk:
+        factors = PairFactors.empty(lora.slots, up, down, 0 if by_run else topk_ids.numel())
+    if base.is_identity:
+        return identity_order(topk_ids, factors, num_experts, base.block_m)
+    if base.order_chunk:
+        assert by_run, plan
         return order_many_pairs(
-            topk_ids, factors, num_experts, plan.block_m, plan.pdl, plan.order_chunk
+            topk_ids, factors, num_experts, base.block_m, base.pdl, base.order_chunk
         )
-    return order_pairs(topk_ids, factors, num_experts, plan.block_m, plan.pdl)
+    return order_pairs(topk_ids, factors, num_experts, base.block_m, base.pdl, not by_run)
