@@ -41,7 +41,7 @@ def register(buffer: torch.Tensor) -> None:
 
 
 class Step:
-    """A step of about `milliseconds`: a small copy from pinned memory, then a graph, then a sync."""
+    """About `milliseconds`: a small copy from pinned memory, then a graph, then a sync."""
 
     def __init__(self, milliseconds: float) -> None:
         self.x = torch.randn(4096, 4096, device="cuda", dtype=torch.bfloat16)
