@@ -61,7 +61,7 @@ class Reader:
     def load(
         self, source: Source, allocate: Allocate, memory: HostMemory, expected: Fingerprint | None
     ) -> HostCopy:
-        """As `AdapterLoader.load`; what `allocate` gives must come from `memory`, which is shared."""
+        """As `AdapterLoader.load`; `allocate` must take from `memory`, which is shared."""
         assert self.is_free
         self.is_free = False
         try:
