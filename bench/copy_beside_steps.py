@@ -1,4 +1,4 @@
-"""What copies from pinned host memory cost the steps beside them, by the size of their slices.
+"""What copies from pinned host memory cost the steps beside them, by the way they are made.
 
 A fake step is a CUDA graph of matrix products of about `--step` ms behind one small copy from
 pinned memory, as a decode step has. 256 MiB of adapters are copied on a stream of their own.
@@ -6,11 +6,14 @@ pinned memory, as a decode step has. 256 MiB of adapters are copied on a stream 
 | row | what |
 |---|---|
 | alone | steps with nothing beside them |
-| slices of N MiB | the copy is queued whole, in slices; the steps run until it has arrived |
-| paced, N MiB | the same, at most two slices in the queue, from a thread of its own |
-| register | `cudaHostRegister` of N MiB of shared memory on another thread while steps run |
+| queued, N MiB | the copy is queued whole, in slices of N MiB |
+| one by one, N MiB | the next slice is queued when the one before has arrived, by a thread |
+| chained, N MiB | queued whole, with an empty kernel between any two slices |
+| kernel, N programs | a kernel of N programs reads the host's memory |
+| register N MiB | `cudaHostRegister` of shared memory on another thread |
 
-The last line is JSON.
+A copy engine works off what one stream has queued before it looks at another: a step's own small
+copy waits for all of it. The last line is JSON.
 """
 
 import argparse
@@ -22,6 +25,8 @@ import time
 from collections.abc import Callable
 
 import torch
+import triton
+import triton.language as tl
 
 NBYTES = 256 << 20
 
@@ -62,12 +67,29 @@ class Step:
         for _ in range(20):
             self()
 
+    def fill(self) -> None:
+        self.place.copy_(self.small, non_blocking=True)
+
     def __call__(self) -> float:
         began = time.perf_counter()
-        self.place.copy_(self.small, non_blocking=True)
+        self.fill()
         self.graph.replay()
         torch.cuda.current_stream().synchronize()
         return 1e3 * (time.perf_counter() - began)
+
+
+class Pageable(Step):
+    """The small copy comes from memory that is not pinned."""
+
+    def fill(self) -> None:
+        self.place[:1024].copy_(torch.zeros(1024, dtype=torch.int64), non_blocking=True)
+
+
+class Mapped(Step):
+    """A kernel reads the pinned memory itself: no copy engine."""
+
+    def fill(self) -> None:
+        _copy[(4,)](self.small, self.place, 16384, 4, 2048, num_warps=4)
 
 
 def summary(times: list[float], **more: float) -> dict[str, float]:
@@ -95,9 +117,10 @@ def beside(step: Step, begin: Callable[[], Callable[[], bool]], rounds: int) -> 
     return summary(times, copy_ms=sorted(took)[len(took) // 2])
 
 
-def whole(
-    source: torch.Tensor, target: torch.Tensor, size: int
-) -> Callable[[], Callable[[], bool]]:
+Begin = Callable[[], Callable[[], bool]]
+
+
+def whole(source: torch.Tensor, target: torch.Tensor, size: int) -> Begin:
     stream = torch.cuda.Stream()
 
     def begin() -> Callable[[], bool]:
@@ -110,10 +133,8 @@ def whole(
     return begin
 
 
-def on_thread(
-    source: torch.Tensor, target: torch.Tensor, size: int, depth: int
-) -> Callable[[], Callable[[], bool]]:
-    """The slices from another thread; `depth` 0: all at once."""
+def on_thread(call: Callable[[], None]) -> Begin:
+    """`call` on another thread, with a stream of its own; it is done when the stream is empty."""
     stream = torch.cuda.Stream()
 
     def begin() -> Callable[[], bool]:
@@ -121,17 +142,7 @@ def on_thread(
 
         def work() -> None:
             with torch.cuda.stream(stream):
-                if depth == 0:
-                    queue_slices(source, target, size)
-                else:
-                    events: list[torch.cuda.Event] = []
-                    parts = zip(target.split(size), source.split(size), strict=True)
-                    for a, b in parts:
-                        a.copy_(b, non_blocking=True)
-                        events.append(torch.cuda.Event(blocking=True))
-                        events[-1].record()
-                        if len(events) >= depth:
-                            events.pop(0).synchronize()
+                call()
             stream.synchronize()
             done.set()
 
@@ -141,7 +152,57 @@ def on_thread(
     return begin
 
 
-def registering(nbytes: int, touched: bool) -> Callable[[], Callable[[], bool]]:
+def one_by_one(source: torch.Tensor, target: torch.Tensor, size: int) -> Begin:
+    event = torch.cuda.Event(blocking=True)
+
+    def call() -> None:
+        for a, b in zip(target.split(size), source.split(size), strict=True):
+            a.copy_(b, non_blocking=True)
+            event.record()
+            event.synchronize()
+
+    return on_thread(call)
+
+
+def chained(source: torch.Tensor, target: torch.Tensor, size: int) -> Begin:
+    def call() -> None:
+        for a, b in zip(target.split(size), source.split(size), strict=True):
+            a.copy_(b, non_blocking=True)
+            torch.cuda._sleep(1)
+
+    return on_thread(call)
+
+
+@triton.jit
+def _copy(source, target, count, PROGRAMS: tl.constexpr, BLOCK: tl.constexpr):
+    """count int64 at target[...] = source[...]; a multiple of PROGRAMS * BLOCK."""
+    start = tl.program_id(0).to(tl.int64) * BLOCK
+    lane = tl.arange(0, BLOCK)
+    for at in tl.range(start, count, PROGRAMS * BLOCK, num_stages=1):
+        tl.store(target + at + lane, tl.load(source + at + lane, eviction_policy="evict_first"))
+
+
+def by_kernel(source: torch.Tensor, target: torch.Tensor, programs: int, low: bool) -> Begin:
+    stream = torch.cuda.Stream(priority=0 if low else -1)
+    words = source.view(torch.int64), target.view(torch.int64)
+
+    def begin() -> Callable[[], bool]:
+        event = torch.cuda.Event()
+        with torch.cuda.stream(stream):
+            _copy[(programs,)](*words, words[0].numel(), programs, 2048, num_warps=4)
+            event.record()
+        return event.query
+
+    begin()
+    torch.cuda.synchronize()
+    target.zero_()
+    begin()
+    torch.cuda.synchronize()
+    assert torch.equal(target.cpu(), source)
+    return begin
+
+
+def registering(nbytes: int, touched: bool) -> Begin:
     def begin() -> Callable[[], bool]:
         buffer = shared(nbytes)
         if touched:
@@ -171,6 +232,8 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--step", type=float, default=0.6)
     parser.add_argument("--rounds", type=int, default=30)
+    parser.add_argument("--rows", type=float, nargs="*", default=[4, 2, 1, 0.5], help="MiB")
+    parser.add_argument("--register", action="store_true", help="time cudaHostRegister too")
     options = parser.parse_args()
     step = Step(options.step)
     source = shared(NBYTES)
@@ -188,19 +251,27 @@ def main() -> None:
         print(f"{label:32s}", "  ".join(f"{k} {v}" for k, v in values.items()), flush=True)
 
     row("alone", summary([step() for _ in range(1000)]))
-    for mib in (256, 32, 8, 2, 1, 0.5):
+    for mib in options.rows:
         size = int(mib * (1 << 20))
-        row(f"slices of {mib} MiB", beside(step, whole(source, target, size), options.rounds))
-    for mib in (8, 2, 1):
-        begin = on_thread(source, target, mib << 20, 0)
-        row(f"on a thread, {mib} MiB", beside(step, begin, options.rounds))
-    for mib in (8, 4, 2, 1):
-        begin = on_thread(source, target, mib << 20, 2)
-        row(f"paced, {mib} MiB", beside(step, begin, options.rounds))
-    for mib in (1024, 256, 64, 16):
-        for touched in (False, True):
-            label = f"register {mib} MiB{', touched' if touched else ''}"
-            row(label, beside(step, registering(mib << 20, touched), 3))
+        row(f"queued, {mib:g} MiB", beside(step, whole(source, target, size), options.rounds))
+        row(
+            f"one by one, {mib:g} MiB",
+            beside(step, one_by_one(source, target, size), options.rounds),
+        )
+        row(f"chained, {mib:g} MiB", beside(step, chained(source, target, size), options.rounds))
+    for programs in (4, 8, 16, 32):
+        for low in (False, True):
+            begin = by_kernel(source, target, programs, low)
+            label = f"kernel, {programs} programs{', low' if low else ''}"
+            row(label, beside(step, begin, options.rounds))
+    step = Pageable(options.step)
+    row("alone, pageable", summary([step() for _ in range(1000)]))
+    row("pageable, queued, 8 MiB", beside(step, whole(source, target, 8 << 20), options.rounds))
+    step = Mapped(options.step)
+    row("alone, mapped", summary([step() for _ in range(1000)]))
+    row("mapped, queued, 8 MiB", beside(step, whole(source, target, 8 << 20), options.rounds))
+    for mib in (64, 16) if options.register else ():
+        row(f"register {mib} MiB, touched", beside(step, registering(mib << 20, True), 3))
     row("alone, end", summary([step() for _ in range(1000)]))
     print(json.dumps({"device": torch.cuda.get_device_name(), "ms": rows}))
 
