@@ -23,17 +23,32 @@ from vexpert.lora.site_extras import ALIGN_BYTES
 logger = get_logger(__name__)
 
 SLAB_BYTES = 1 << 30  # at most; less for small adapters
+PIN_BYTES = 16 << 20  # registered at once; no single copy may cross the edge of a piece
 
 
 def _pin(buffer: torch.Tensor) -> None:
+    """Make the pages of `buffer` exist, and lock them, a piece at a time.
+
+    The steps of other requests wait for a registration: 485 ms for 1 GiB of new pages on an H200's
+    host, 2.6 ms for 64 MiB of pages that exist, 1.2 ms for 16 MiB.
+    """
     cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
-    status = int(cudart.cudaHostRegister(buffer.data_ptr(), buffer.nbytes, 0))
-    if status != 0:
-        raise MemoryError(f"{buffer.nbytes} bytes of host memory cannot be pinned: error {status}")
+    done = 0
+    for piece in torch.split(buffer, PIN_BYTES):
+        piece.zero_()
+        status = int(cudart.cudaHostRegister(piece.data_ptr(), piece.nbytes, 0))
+        if status != 0:
+            _unpin(buffer[:done])
+            raise MemoryError(
+                f"{buffer.nbytes} bytes of host memory cannot be pinned: error {status}"
+            )
+        done += piece.nbytes
 
 
 def _unpin(buffer: torch.Tensor) -> None:
-    torch.cuda.cudart().cudaHostUnregister(buffer.data_ptr())  # type: ignore[no-untyped-call]
+    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    for piece in torch.split(buffer, PIN_BYTES):
+        cudart.cudaHostUnregister(piece.data_ptr())
 
 
 def _anonymous_file(nbytes: int) -> int:

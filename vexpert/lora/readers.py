@@ -141,7 +141,7 @@ class Readers:
         self._lock = threading.Lock()
         self._idle: list[Reader] = []
         self._all: set[Reader] = set()
-        weakref.finalize(self, _close_all, self._all)
+        self._close = weakref.finalize(self, _close_all, self._all)
         _pools.add(self)
 
     def load(
@@ -166,6 +166,10 @@ class Readers:
         with self._lock:
             if not self._all:
                 self._idle.append(self._start())
+
+    def close(self) -> None:
+        """End all processes, as happens by itself when nobody needs this any more."""
+        self._close()
 
     def pids(self) -> list[int]:
         """Of the processes that live now."""
