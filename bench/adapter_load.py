@@ -5,25 +5,30 @@ A random MoE of Qwen3-30B-A3B's shape cut to `--layers`, and adapters with one p
 
 | row | from | to |
 |---|---|---|
-| read and pack | files in the page cache | packed host memory, on one loader thread |
+| read and pack | files in the page cache | packed host memory, in one reader |
+| Python, ... | | 0.2 ms of small calls: alone, and while adapters are read without a pause by |
+| | | processes, and by threads of this process: what a load costs a step's Python |
 | page cache to device | the request is added | its adapter is in its slot, nothing else runs |
 | page cache to first token | the same | its first token; a base request's beside it |
 | host to device | the request is added, the packed copy is there | its adapter is in its slot |
-| step | | one decode step of `--batch` requests: alone; while adapters come from host memory |
-| | | without a pause; while they come from files without a pause |
+| step, ... | | one decode step of `--batch` requests, with what begins the loads: alone; while |
+| | | adapters come from host memory without a pause; while they come from files; alone |
 
-`--small` is a shape for a CPU. The last line is JSON.
+`rise` is of the 99th percentile, over the steps alone. `--small` is a shape for a CPU. Rows are
+printed as they come; the last line is JSON.
 """
 
 import argparse
 import gc
+import itertools
 import json
 import platform
 import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
 import torch
@@ -39,6 +44,8 @@ from vexpert.lora.manager import AdapterManager
 from vexpert.lora.types import AdapterRef
 
 PROMPT = 32  # tokens
+
+Row = dict[str, float]
 
 
 def make_config(small: bool, layers: int) -> Qwen3MoeConfig:
@@ -106,11 +113,27 @@ def write_adapter(folder: Path, config: Qwen3MoeConfig, rank: int, seed: int) ->
     return sum(x.nbytes for x in tensors.values())
 
 
+def link_adapter(folder: Path, to: Path) -> Path:
+    """Another folder with the same files: other bytes would take no other time."""
+    folder.mkdir()
+    for file in to.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder
+
+
 class Bench:
     """An engine with `count` registered adapters, of which `fit` fit on the device."""
 
     def __init__(
-        self, folder: Path, device: str, paths: list[Path], nbytes: int, fit: float, host: float
+        self,
+        folder: Path,
+        device: str,
+        paths: list[Path],
+        nbytes: int,
+        fit: float,
+        host: float,
+        readers: int | None = None,
+        enforce_eager: bool = False,
     ) -> None:
         self.engine = Engine(
             EngineConfig(
@@ -123,6 +146,8 @@ class Bench:
                 kv_cache_memory=None if device != "cpu" else 1 << 28,
                 lora_memory=int(fit * nbytes),
                 lora_host_memory=int(host * nbytes),
+                lora_readers=readers,
+                enforce_eager=enforce_eager,
             )
         )
         assert isinstance(self.engine._adapters, AdapterManager)
@@ -170,12 +195,12 @@ class Bench:
                 self.manager._host.drop(version)
 
     def decode(self, steps: int, each_step: Callable[[], None] | None = None) -> list[float]:
-        """Seconds of each of `steps` decode steps of what runs now."""
+        """Seconds of each of `steps` decode steps of what runs now, `each_step` included."""
         times = []
         for _ in range(steps):
+            began = time.perf_counter()
             if each_step is not None:
                 each_step()
-            began = time.perf_counter()
             outputs = self.engine.step()
             assert outputs
             times.append(time.perf_counter() - began)
@@ -203,7 +228,7 @@ class Traffic:
         manager.prefetch([self.ref])
 
 
-def percentiles(seconds: list[float]) -> dict[str, float]:
+def percentiles(seconds: list[float]) -> Row:
     ordered = sorted(seconds)
     at = {"p50": 0.5, "p99": 0.99, "max": 1.0}
     return {
@@ -212,21 +237,46 @@ def percentiles(seconds: list[float]) -> dict[str, float]:
     }
 
 
-def median_ms(call: Callable[[], float], rounds: int) -> dict[str, float]:
+def median_ms(call: Callable[[], float], rounds: int) -> Row:
     values = [1e3 * call() for _ in range(rounds)]
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
 
 
-def measure_loads(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
-    loader, memory = bench.manager._host._loader, bench.manager._host._memory
-    dtype = bench.engine.model_info.dtype
+class Table:
+    """Rows, printed as they come."""
+
+    def __init__(self) -> None:
+        self.rows: dict[str, Row] = {}
+
+    def add(self, label: str, row: Row) -> None:
+        self.rows[label] = row
+        line = "  ".join(f"{key} {value:9.3f}" for key, value in row.items())
+        print(f"  {label:30s}", line, flush=True)
+
+
+@contextmanager
+def on_threads(bench: Bench) -> Iterator[None]:
+    """Adapters are read on threads of this process meanwhile."""
+    host = bench.manager._host
+    readers, host.readers = host.readers, None
+    try:
+        yield
+    finally:
+        host.readers = readers
+
+
+def measure_loads(bench: Bench, rounds: int, table: Table) -> None:
+    host = bench.manager._host
 
     def read_and_pack() -> float:
+        bench.forget("a0", host=True)
+        version = bench.version("a0")
         began = time.perf_counter()
-        host = loader.load(bench.version("a0").source, lambda count: memory.allocate(count, dtype))
-        seconds = time.perf_counter() - began
-        memory.free(host.packed.buffer)
-        return seconds
+        with bench.manager._lock:
+            host.ensure(version)
+        host.wait(version)
+        assert version.error is None, version.error
+        return time.perf_counter() - began
 
     def from_files(part: int) -> float:
         bench.forget("a0", host=True)
@@ -238,27 +288,83 @@ def measure_loads(bench: Bench, rounds: int) -> dict[str, dict[str, float]]:
         return bench.serve("a0")[0]
 
     bench.serve("a0"), bench.serve(None)  # files into the page cache, kernels compiled
-    return {
-        "read and pack": median_ms(read_and_pack, rounds),
-        "page cache to device": median_ms(lambda: from_files(0), rounds),
-        "page cache to first token": median_ms(lambda: from_files(1), rounds),
-        "base request to first token": median_ms(lambda: bench.serve(None)[1], rounds),
-        "host to device": median_ms(from_host, rounds),
-    }
+    read_and_pack(), read_and_pack()  # memory that readers and slabs keep is there
+    table.add("read and pack", median_ms(read_and_pack, rounds))
+    if host.readers is not None:
+        with on_threads(bench):
+            table.add("read and pack, on threads", median_ms(read_and_pack, rounds))
+    table.add("page cache to device", median_ms(lambda: from_files(0), rounds))
+    table.add("page cache to first token", median_ms(lambda: from_files(1), rounds))
+    table.add("base request to first token", median_ms(lambda: bench.serve(None)[1], rounds))
+    table.add("host to device", median_ms(from_host, rounds))
 
 
-def measure_steps(bench: Bench, batch: int, steps: int, count: int) -> dict[str, dict[str, float]]:
-    names = [f"a{i}" for i in range(1, count)]
-    for name in names:
-        bench.serve(name)
+def python_items(seconds: float, each: Callable[[], None]) -> list[float]:
+    """Seconds that each of many items of about 0.2 ms took, with `each` between them.
+
+    An item is small calls of PyTorch: each gives the interpreter's lock away and takes it back, as
+    a step's launches of kernels do.
+    """
+    x = torch.zeros(4)
+
+    def work(count: int) -> float:
+        began = time.perf_counter()
+        for _ in range(count):
+            x.add_(1.0)
+        return time.perf_counter() - began
+
+    count = int(200 * 0.2e-3 / statistics.median(work(200) for _ in range(50)))
+    times = []
+    until = time.perf_counter() + seconds
+    while time.perf_counter() < until:
+        times.append(work(count))
+        each()
+    return times
+
+
+def measure_python(bench: Bench, seconds: float, table: Table) -> None:
+    table.add("Python, alone", percentiles(python_items(seconds, lambda: None)))
+    host = bench.manager._host
+    if host.readers is not None:
+        table.add("Python, processes read", beside_reads(bench, seconds))
+    with on_threads(bench):
+        table.add("Python, threads read", beside_reads(bench, seconds))
+
+
+def beside_reads(bench: Bench, seconds: float) -> Row:
+    """The Python items while `a0` is read again and again."""
+    version, host = bench.version("a0"), bench.manager._host
+    reads = itertools.count()
+
+    def again() -> None:
+        if not version.is_loading:
+            next(reads)
+            bench.forget("a0", host=True)
+            with bench.manager._lock:
+                host.ensure(version)
+
+    times = python_items(seconds, again)
+    host.wait(version)
+    return percentiles(times) | {"loads_per_s": next(reads) / seconds}
+
+
+def begin_decodes(bench: Bench, batch: int) -> None:
+    """Requests that run for long, every other one with the adapter a0, until all decode."""
     for index in range(batch):
         bench.add("a0" if index % 2 else None, max_tokens=4000)
     while bench.engine.scheduler.waiting or any(
         s.num_computed < PROMPT for s in bench.engine.scheduler.running
     ):
         bench.engine.step()
+
+
+def measure_steps(bench: Bench, batch: int, steps: int, count: int, table: Table) -> None:
+    names = [f"a{i}" for i in range(1, count)]
+    for name in names:
+        bench.serve(name)
+    begin_decodes(bench, batch)
     bench.decode(steps // 4)
-    results = {}
+    alone: Row = {}
     for label, from_disk in (
         ("alone", None),
         ("host", False),
@@ -267,18 +373,17 @@ def measure_steps(bench: Bench, batch: int, steps: int, count: int) -> dict[str,
     ):
         traffic = None if from_disk is None else Traffic(bench, names, from_disk)
         began = time.perf_counter()
-        results[f"step, {label}"] = percentiles(bench.decode(steps, traffic))
+        row = percentiles(bench.decode(steps, traffic))
+        alone = alone or row
         if traffic is not None:
-            rate = traffic.loads / (time.perf_counter() - began)
-            results[f"step, {label}"]["loads_per_s"] = rate
+            row["loads_per_s"] = traffic.loads / (time.perf_counter() - began)
             if traffic.ref is not None:
                 bench.manager.drop(traffic.ref)
+        table.add(f"step, {label}", row | {"rise_%": 100 * (row["p99"] / alone["p99"] - 1)})
     for request_id in list(bench.engine._requests):
         bench.engine.abort(request_id)
     bench.run()
     bench.engine.check_integrity()
-    gc.unfreeze()
-    return results
 
 
 def commit() -> str:
@@ -288,7 +393,7 @@ def commit() -> str:
     return done.stdout.strip() or "unknown"
 
 
-def main() -> None:
+def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="a shape for a CPU")
@@ -298,26 +403,49 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=7)
     parser.add_argument("--steps", type=int, default=1000)
     parser.add_argument("--batch", type=int, default=8)
-    options = parser.parse_args()
+    parser.add_argument("--seconds", type=float, default=3.0, help="of each row of Python items")
+    parser.add_argument("--readers", type=int, help="processes that read; 0: threads")
+    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+    return parser.parse_args()
+
+
+def make_bench(options: argparse.Namespace, folder: Path) -> tuple[Bench, int]:
+    """The engine, and the bytes of one adapter's files."""
     config = make_config(options.small, options.layers)
-    rows: dict[str, dict[str, float]] = {}
+    write_model(folder / "model", config)
+    nbytes = write_adapter(folder / "adapter0", config, options.rank, 0)
+    paths = [folder / "adapter0"]
+    for index in range(1, options.adapters):
+        paths.append(link_adapter(folder / f"adapter{index}", paths[0]))
+    wide = 2 if options.device == "cpu" else 1  # float32 there, bfloat16 in the files
+    bench = Bench(
+        *(folder / "model", options.device, paths, wide * nbytes, 2.2, options.adapters + 0.5),
+        *(options.readers, options.enforce_eager),
+    )
+    return bench, nbytes
+
+
+def main() -> None:
+    options, began, table = parse(), time.perf_counter(), Table()
     with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        write_model(folder / "model", config)
-        paths = [folder / f"adapter{i}" for i in range(options.adapters)]
-        for index, path in enumerate(paths):
-            nbytes = write_adapter(path, config, options.rank, index)
-        wide = 2 if options.device == "cpu" else 1  # float32 there, bfloat16 in the files
-        bench = Bench(
-            folder / "model", options.device, paths, wide * nbytes, 2.2, options.adapters + 0.5
+        bench, nbytes = make_bench(options, Path(name))
+        took = time.perf_counter() - began
+        print(
+            f"adapter of {nbytes / 1e6:.0f} MB, {options.layers} layers, on {options.device}; ms "
+            f"(engine ready after {took:.1f} s)",
+            flush=True,
         )
-        rows |= measure_loads(bench, options.rounds)
-        rows |= measure_steps(bench, options.batch, options.steps, options.adapters)
-    print(f"adapter of {nbytes / 1e6:.0f} MB, {options.layers} layers, on {options.device}; ms")
-    for label, values in rows.items():
-        print(f"  {label:30s}", "  ".join(f"{key} {value:9.3f}" for key, value in values.items()))
+        measure_loads(bench, options.rounds, table)
+        measure_python(bench, options.seconds, table)
+        measure_steps(bench, options.batch, options.steps, options.adapters, table)
+        gc.unfreeze()
     where = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor()
     shape = {key: getattr(options, key) for key in ("layers", "rank", "batch", "steps", "small")}
+    shape["readers"] = (
+        0 if bench.manager._host.readers is None else bench.engine.config.lora_readers
+    )
+    shape["seconds"] = round(time.perf_counter() - began, 1)
+    rows = table.rows
     print(json.dumps({"commit": commit(), "device": where, "nbytes": nbytes, **shape, "ms": rows}))
 
 

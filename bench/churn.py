@@ -1,9 +1,9 @@
 """An hour of traffic to hundreds of adapters, in minutes: the demo model, every answer checked.
 
 `--adapters` names of the demo's four adapters, of which `--fit` fit on the device; requests come by
-zipf as fast as the engine takes them, with reloads, unloads and aborts between. Ends with 1 if an
-answer is another adapter's, if anything is left behind, or if more than 3% are wrong. The last line
-is JSON.
+zipf as fast as the engine takes them, with reloads, unloads and aborts between, until there were
+`--requests`, or for `--seconds`. Ends with 1 if an answer is another adapter's, if anything is left
+behind, or if more than 3% are wrong. The last line is JSON.
 """
 
 import argparse
@@ -23,6 +23,7 @@ from helpers_churn import KINDS, Churn, link, open_files
 from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths, model_path
 from vexpert.engine.engine import Engine
+from vexpert.lora.manager import AdapterManager
 
 
 def make_engine(options: argparse.Namespace, folder: Path) -> Engine:
@@ -40,6 +41,7 @@ def make_engine(options: argparse.Namespace, folder: Path) -> Engine:
             lora_dir_interval=86_400.0,
             max_num_seqs=options.batch,
             max_requests_per_lora=max(2, options.batch // 2),
+            lora_readers=options.readers,
         )
     )
 
@@ -47,7 +49,8 @@ def make_engine(options: argparse.Namespace, folder: Path) -> Engine:
 def run(churn: Churn, options: argparse.Namespace) -> None:
     random, last = churn.random, time.monotonic()
     acts = [churn.replace, churn.unload, churn.abort, None]
-    while len(churn.done) < options.requests:
+    until = last + options.seconds
+    while len(churn.done) < options.requests and time.monotonic() < until:
         while len(churn.asks) < 3 * options.batch and random.random() < 0.9:
             churn.ask()
         act = random.choices(acts, [3, 2, 3, 92])[0]
@@ -68,6 +71,14 @@ def run(churn: Churn, options: argparse.Namespace) -> None:
         churn.step()
 
 
+def descriptors(engine: Engine) -> int:
+    """Files that the readers and the shared memory that is kept have open."""
+    assert isinstance(engine._adapters, AdapterManager)
+    host = engine._adapters._host
+    readers = 0 if host.readers is None else len(host.readers.pids())
+    return 2 * readers + (len(host._memory._slabs) if host._memory.is_shared else 0)
+
+
 def leftovers(engine: Engine, files: int) -> list[str]:
     """What is not given back once every adapter is unloaded."""
     for info in engine.adapters():
@@ -79,7 +90,7 @@ def leftovers(engine: Engine, files: int) -> list[str]:
         "device bytes": stats.adapters.device_used,
         "host bytes": stats.adapters.host_used,
         "KV blocks": stats.kv_blocks_used,
-        "open files": open_files() - files,
+        "open files": open_files() - files - descriptors(engine),
     }
     return [f"{count} {what}" for what, count in found.items() if count]
 
@@ -91,6 +102,8 @@ def main() -> int:
     parser.add_argument("--fit", type=int, default=16)
     parser.add_argument("--batch", type=int, default=64)
     parser.add_argument("--requests", type=int, default=20_000)
+    parser.add_argument("--seconds", type=float, default=3600.0, help="then no more requests")
+    parser.add_argument("--readers", type=int, help="processes that read adapters")
     parser.add_argument("--seed", type=int, default=0)
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as name:
@@ -98,8 +111,10 @@ def main() -> int:
         kinds = {f"user{i}": KINDS[i % 4] for i in range(options.adapters)}
         for adapter, kind in kinds.items():
             link(kind, folder / adapter)
+        began = time.perf_counter()
         engine = make_engine(options, folder)
-        files = open_files()
+        print(f"engine ready after {time.perf_counter() - began:.1f} s", flush=True)
+        files = open_files() - descriptors(engine)
         churn = Churn(engine, Random(options.seed), kinds, adapter_paths())
         began = time.perf_counter()
         run(churn, options)

@@ -12,14 +12,13 @@ from test_lora_manager import (
     assert_slot_is,
     finish,
     folder,
-    wait_until,
 )
 
 from vexpert.config import EngineConfig
 from vexpert.lora import host_memory
 from vexpert.lora.host_memory import HostMemory
 from vexpert.lora.manager import AdapterManager
-from vexpert.lora.transfer import Transfer, copy_stream
+from vexpert.lora.transfer import Copier, make_transfer
 from vexpert.lora.types import LoraState
 
 needs_gpu = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
@@ -47,13 +46,15 @@ def test_slabs_are_divided_by_the_byte_and_given_back(pinned: set[int]) -> None:
     assert memory.slab_bytes == 1008 + 2000
     assert [int(buffer.sum()) for buffer in buffers] == [0, 100]
     memory.free(large)
-    assert (memory.slab_bytes, len(pinned)) == (1008, 1)
+    assert (memory.slab_bytes, len(pinned)) == (1008 + 2000, 2)  # one stays, for the next load
+    memory.free(memory.allocate(600, torch.float32))
+    assert memory.slab_bytes == 1008 + 2000
     memory.free(buffers[0])
     again = memory.allocate(100, torch.float32)
     assert again.data_ptr() == buffers[0].data_ptr()
     for buffer in (again, buffers[1]):
         memory.free(buffer)
-    assert memory.slab_bytes == 1008  # the last one stays, for the next load
+    assert (memory.slab_bytes, len(pinned)) == (2000, 1)
     del memory
     gc.collect()
     assert not pinned
@@ -72,20 +73,36 @@ def test_plain_memory_needs_no_slab() -> None:
 @needs_gpu
 def test_a_copy_runs_beside_the_steps_and_arrives_whole() -> None:
     device = torch.device("cuda")
-    memory = HostMemory(pinned=True, slab_bytes=1 << 26)
+    memory = HostMemory(pinned=True, slab_bytes=1 << 26, shared=True)
+    memory.allocate(1000, torch.float32)  # the next does not begin where a pinned piece does
     source = memory.allocate(1 << 23, torch.float32)
     assert source.is_pinned()
     source.copy_(torch.arange(1 << 23))
     target = torch.zeros(1 << 23, device=device)
-    transfer = Transfer(source, target, copy_stream(device))
+    transfer = make_transfer(source, target, Copier(device))
     assert not transfer.is_done()
     work = torch.ones(2048, 2048, device=device)
-    while transfer.advance(1 << 23):
+    while not transfer.is_done():
+        transfer.advance(1 << 20)
         work = work @ work / 2048
-    wait_until(transfer.is_done)
     assert torch.equal(target.cpu(), source)
     assert bool((work == 1).all())
     memory.free(source)
+
+
+@pytest.mark.gpu
+@needs_gpu
+def test_a_copy_that_is_cancelled_writes_no_more() -> None:
+    device = torch.device("cuda")
+    memory = HostMemory(pinned=True, slab_bytes=1 << 28)
+    source = memory.allocate(1 << 26, torch.float32).fill_(1)
+    target = torch.zeros(1 << 26, device=device)
+    transfer = make_transfer(source, target, Copier(device))
+    transfer.advance(1 << 16)
+    transfer.cancel()
+    target.zero_()
+    torch.cuda.synchronize()
+    assert not bool(target.any())
 
 
 @pytest.mark.gpu

@@ -26,7 +26,7 @@ from vexpert.lora.device_tier import Pace
 from vexpert.lora.loading import LoaderPool
 from vexpert.lora.manager import AdapterManager
 from vexpert.lora.pack import pack
-from vexpert.lora.transfer import Transfer
+from vexpert.lora.transfer import PlainTransfer
 from vexpert.lora.types import AdapterRef, AdapterWeights, Wait
 
 PACE = Pace(rate=0, least=640, move=1)
@@ -193,12 +193,12 @@ def test_a_device_that_fails_in_a_copy_costs_one_adapter(
 ) -> None:
     refs = register(manager, tmp_path, "ab")
 
-    def fail(self: Transfer, limit: int) -> int:
+    def fail(self: PlainTransfer, limit: int) -> int:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB\nhint")
 
     manager.hold(refs["a"])
     with monkeypatch.context() as patch:
-        patch.setattr(Transfer, "advance", fail)
+        patch.setattr(PlainTransfer, "advance", fail)
         ended = run_until_ended(manager, refs["a"])
     assert "could not take it: CUDA out of memory. Tried to allocate 2 GiB" in ended[refs["a"]]
     assert "hint" not in ended[refs["a"]]

@@ -139,7 +139,7 @@ def test_moves_make_one_hole_at_the_least_cost(sizes: list[int], data: st.DataOb
 
 
 def test_moves_carry_overlapping_blocks_whole(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vexpert.lora.arena.MOVE_ELEMENTS", 3)
+    monkeypatch.setattr("vexpert.lora.arena.CPU_MOVE_ELEMENTS", 3)
     arena = Arena(28 * 4, CPU, torch.float32, alignment=4)
     small, large = arena.allocator.allocate(4), arena.allocator.allocate(20)
     assert small is not None

@@ -66,6 +66,7 @@ _RANGES = {
     "max_cpu_loras": (0, 2**31 - 1),
     "lora_memory": _BYTES,
     "lora_host_memory": _BYTES,
+    "lora_readers": (0, 64),
     "max_requests_per_lora": _COUNT,
 }
 
@@ -117,6 +118,9 @@ class EngineConfig:
     )
     lora_host_memory: int | None = option(
         None, "bytes for adapters in host memory; default: 20% of free memory", "lora"
+    )
+    lora_readers: int | None = option(
+        None, "processes that read adapters; 0: threads; default: 2 before a GPU, else 0", "lora"
     )
     lora_dir: str | None = option(
         None, "folder of adapters: each folder in it is a name, read at its first use", "lora"

@@ -23,6 +23,7 @@ FREE_SHARE = 0.2  # of free memory, on the device and on the host, unless an opt
 # costs one column of the tables. A CPU's backends look at every column of a site at each step.
 GPU_SLOTS, CPU_SLOTS = 1024, 256
 SLAB_ADAPTERS = 8
+GPU_READERS = 2
 
 
 def _full(experts: int, out: int, width: int, rank: int) -> Factors:
@@ -69,6 +70,17 @@ def slot_count(config: EngineConfig, device: torch.device) -> int:
     if config.max_loras is not None:
         return config.max_loras
     return GPU_SLOTS if device.type == "cuda" else CPU_SLOTS
+
+
+def reader_count(config: EngineConfig, device: torch.device) -> int:
+    """Processes that read adapters; 0: threads of this one do.
+
+    In front of a GPU, whose steps are short, no load may hold the interpreter's lock. On a CPU a
+    load takes the cores that the steps compute on, wherever it runs.
+    """
+    if config.lora_readers is not None:
+        return config.lora_readers
+    return GPU_READERS if device.type == "cuda" else 0
 
 
 def arena_bytes(

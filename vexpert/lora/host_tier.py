@@ -5,6 +5,7 @@ the device, one whose requests wait for the device, and one that no file could g
 """
 
 import functools
+import pickle
 import time
 from collections import OrderedDict
 from collections.abc import Callable
@@ -16,8 +17,10 @@ from vexpert.errors import AdapterError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_version import Version
 from vexpert.lora.host_memory import HostMemory
-from vexpert.lora.loading import LoaderPool
-from vexpert.lora.source import AdapterLoader, HostCopy
+from vexpert.lora.loading import THREADS, LoaderPool
+from vexpert.lora.pack import Allocate
+from vexpert.lora.readers import Readers
+from vexpert.lora.source import AdapterLoader, BaseWeightNeeded, HostCopy
 
 logger = get_logger(__name__)
 
@@ -25,7 +28,10 @@ RECHECK = 1.0  # seconds between looks at whether a version that waits for memor
 
 
 class HostTier:
-    """Reads versions into host memory. `lock` guards every Version and this object's fields."""
+    """Reads versions into host memory. `lock` guards every Version and this object's fields.
+
+    `readers`: processes that read, if `memory` is shared; else the loader threads read themselves.
+    """
 
     def __init__(
         self,
@@ -36,12 +42,14 @@ class HostTier:
         lock: RLock,
         check_size: Callable[[Version, int], None],
         settled: Callable[[Version], None],
+        readers: int = 0,
     ) -> None:
         self._loader, self._memory = loader, memory
+        self.readers = _readers(loader, readers) if readers and memory.is_shared else None
         self.budget, self._max_copies = budget, max_copies
         self._check_size, self._settled = check_size, settled
         self.changed = Condition(lock)  # a read ended, or memory may be free
-        self._threads = LoaderPool()
+        self._threads = LoaderPool(THREADS if self.readers is None else readers)
         self._copies: OrderedDict[Version, None] = OrderedDict()  # with memory; oldest use first
         self.used = 0  # bytes
         self._booked = 0  # of them, those that are about to be allocated
@@ -100,6 +108,11 @@ class HostTier:
         """Replace loader threads that are stuck. Cheap."""
         self._threads.tend()
 
+    def warm(self) -> None:
+        """A load may come: have a process ready for it."""
+        if self.readers is not None:
+            self.readers.warm()
+
     def wait(self, version: Version) -> None:
         """Until the read of `version` has ended, one way or the other."""
         with self.changed:
@@ -110,8 +123,17 @@ class HostTier:
     def _read(self, version: Version) -> tuple[HostCopy, float]:
         began = time.perf_counter()
         allocate = functools.partial(self._allocate, version)
-        host = self._loader.load(version.source, allocate, version.files)
+        host = self._load(version, allocate)
+        _ = host.packed.cells  # made here, and not in a step
         return host, time.perf_counter() - began
+
+    def _load(self, version: Version, allocate: Allocate) -> HostCopy:
+        if self.readers is not None and version.source.folder is not None:
+            try:
+                return self.readers.load(version.source, allocate, self._memory, version.files)
+            except BaseWeightNeeded as need:
+                logger.info("adapter %s needs %s: read beside the model", version.ref.name, need)
+        return self._loader.load(version.source, allocate, version.files)
 
     def _allocate(self, version: Version, elements: int) -> torch.Tensor:
         dtype = self._loader.dtype
@@ -196,6 +218,14 @@ class HostTier:
         self.load_seconds += seconds
 
 
+def _readers(loader: AdapterLoader, count: int) -> Readers | None:
+    try:
+        return Readers(loader, count)
+    except (pickle.PicklingError, TypeError, AttributeError) as error:
+        logger.warning("adapters are read on threads: their reader is of this process: %s", error)
+        return None
+
+
 def _reason(error: BaseException) -> str:
     """What is told of a failed read; what no file can cause is logged whole."""
     if isinstance(error, AdapterError):
@@ -204,7 +234,8 @@ def _reason(error: BaseException) -> str:
         return f"its files cannot be read: {error.strerror or error}; load it again"
     if not isinstance(error, Exception):
         return "the thread that read it was ended; load it again"
-    if isinstance(error, MemoryError):
-        return f"no host memory for it ({error}); lower lora_host_memory (--lora-host-memory)"
+    if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # PyTorch's
+        cause = (str(error) or "MemoryError").splitlines()[0]
+        return f"no host memory for it ({cause}); lower lora_host_memory (--lora-host-memory)"
     logger.error("an adapter met an unexpected error", exc_info=error)
     return f"{type(error).__name__}: {error}; this is a fault of vexpert"

@@ -18,7 +18,7 @@ from vexpert.config import EngineConfig, allocating, shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_version import Version, check_name, some_names
-from vexpert.lora.budget import arena_bytes, host_bytes, slab_bytes, slot_count
+from vexpert.lora.budget import arena_bytes, host_bytes, reader_count, slab_bytes, slot_count
 from vexpert.lora.device_tier import DeviceTier
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.host_memory import HostMemory
@@ -65,7 +65,9 @@ class AdapterManager:
             f"an arena of {size} bytes with {slots} slots", "lower lora_memory or max_loras"
         ):
             self.pool = SlotPool(targets, slots, size, device, dtype)
-            memory = HostMemory(device.type == "cuda", slab_bytes(targets, config, device, dtype))
+            readers = reader_count(config, device)
+            slab = slab_bytes(targets, config, device, dtype)
+            memory = HostMemory(device.type == "cuda", slab, shared=readers > 0)
             memory.reserve()
         state.tables = self.pool.tables
         state.installed = self.pool.extras
@@ -78,6 +80,7 @@ class AdapterManager:
             self._lock,
             self._check_size,
             self._settle,
+            readers,
         )
         self._device = DeviceTier(self.pool, device, self._settle, self._host.ensure)
         self._virtual_experts = config.lora_use_virtual_experts
@@ -150,6 +153,7 @@ class AdapterManager:
         """
         check_name(name, self._reserved)
         version = self._reserve(name, Source(check_path(path), lora_B_layout), load_inplace, pinned)
+        self._host.warm()
         with self._lock:
             self._reserved_now.discard(name)
             self._commit(version)

@@ -6,9 +6,11 @@ rows of all distinct A of the site; B as its transpose [E or 1, r, size] with th
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
-from functools import partial
+from functools import cached_property, partial
 from math import lcm
+from typing import NamedTuple
 
+import numpy as np
 import torch
 
 from vexpert.errors import AdapterError
@@ -67,6 +69,37 @@ class SiteEntry:
     b_stride: tuple[int, ...]
 
 
+class Cells(NamedTuple):
+    """What an adapter's entries put into the tables, flat: one item for each number."""
+
+    site: np.ndarray  # int64, which site's rows
+    row: np.ndarray  # int64, which of them: those of `SiteTable.packed`
+    value: np.ndarray  # int64, for an adapter that lies at element 0 of the arena
+    moves: np.ndarray  # int64, 1 where the adapter's place is to be added, else 0
+
+
+def entry_cells(entries: tuple[SiteEntry, ...]) -> Cells:
+    """The cells of `entries`, in their order."""
+    site: list[int] = []
+    row: list[int] = []
+    value: list[int] = []
+    moves: list[int] = []
+    for entry in entries:
+        ranks = entry.slice_rank
+        used = [int(rank > 0) for rank in ranks]
+        offsets = [
+            offset if rank else 0 for offset, rank in zip(entry.b_offset, ranks, strict=True)
+        ]
+        values = [entry.rank, entry.a_offset, entry.a_stride, *ranks, *entry.slice_column]
+        values += [*offsets, *entry.b_stride]
+        none = [0] * len(ranks)
+        site += [entry.site] * len(values)
+        row += range(len(values))
+        value += values
+        moves += [0, 1, 0, *none, *none, *used, *none]
+    return Cells(*(np.array(items, dtype=np.int64) for items in (site, row, value, moves)))
+
+
 @dataclass(frozen=True)
 class PackedAdapter:
     """An adapter ready for the arena. Immutable."""
@@ -79,6 +112,11 @@ class PackedAdapter:
     @property
     def nbytes(self) -> int:
         return self.buffer.numel() * self.buffer.element_size()
+
+    @cached_property
+    def cells(self) -> Cells:
+        """For the tables. Loader threads ask first: the engine's thread has it ready."""
+        return entry_cells(self.entries)
 
 
 Rows = torch.Tensor | tuple[torch.Tensor, ...]  # [E or 1, r, width], or for each expert [r, width]

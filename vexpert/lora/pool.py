@@ -5,13 +5,15 @@ Between two steps the engine's thread reserves a block, fills it and publishes t
 so no step reads it.
 """
 
+import heapq
+from collections import OrderedDict
 from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
 
 from vexpert.lora.arena import Arena
-from vexpert.lora.pack import PackedAdapter, SiteEntry, start_alignment
+from vexpert.lora.pack import Cells, PackedAdapter, SiteEntry, start_alignment
 from vexpert.lora.site_extras import ExtraEntry, SiteExtras, view_extras
 from vexpert.lora.tables import Tables, extent
 from vexpert.lora.types import LoraSignature, TargetMap
@@ -23,11 +25,11 @@ class Resident:
     """An adapter in a slot."""
 
     entries: tuple[SiteEntry, ...]
+    cells: Cells
     extras: tuple[ExtraEntry, ...]
     size: int  # elements
     start: int  # element of the arena
-    pins: int
-    last_use: int
+    pins: int = 0
     is_published: bool = False  # until then its weights are not whole, and tables show rank 0
 
 
@@ -49,8 +51,10 @@ class SlotPool:
             self.arena = Arena(arena_bytes, device, dtype, alignment)
             self._tables = Tables(targets.sites, num_slots, self.arena.buffer)
         self._residents: list[Resident | None] = [None] * num_slots
+        self._empty = list(range(num_slots))  # a heap
+        self._idle: OrderedDict[int, None] = OrderedDict()  # published, no pins; oldest use first
+        self._payload = 0  # elements of all residents
         self.extras: dict[int, SiteExtras] = {}  # by slot; views of the arena, updated in place
-        self._clock = 0
 
     @property
     def tables(self) -> tuple[SiteTable, ...]:
@@ -75,10 +79,6 @@ class SlotPool:
         assert resident is not None, f"slot {slot} is empty"
         return resident
 
-    def _touch(self, resident: Resident) -> None:
-        self._clock += 1
-        resident.last_use = self._clock
-
     def resident_bytes(self, slot: int) -> int:
         """Bytes that the adapter of `slot` takes in the arena."""
         return self.arena.allocator.blocks[self._resident(slot).start] * self.arena.itemsize
@@ -87,7 +87,7 @@ class SlotPool:
         """A running request uses the slot: it cannot be evicted. Counted."""
         resident = self._resident(slot)
         resident.pins += 1
-        self._touch(resident)
+        self._idle.pop(slot, None)
 
     def is_taken(self, slot: int) -> bool:
         return self._residents[slot] is not None
@@ -100,7 +100,8 @@ class SlotPool:
         resident = self._resident(slot)
         assert resident.pins > 0, f"slot {slot} is not pinned"
         resident.pins -= 1
-        self._touch(resident)
+        if not resident.pins:
+            self._idle[slot] = None
 
     def make_room(
         self, nbytes: int, keep: Collection[int] = (), wanted: Collection[int] = ()
@@ -112,19 +113,16 @@ class SlotPool:
         """
         allocator = self.arena.allocator
         need = allocator.rounded(nbytes // self.arena.itemsize)
-        room, slots = allocator.free_total, self._residents.count(None)
-        idle = [
-            (slot in wanted, r.last_use, slot)
-            for slot, r in enumerate(self._residents)
-            if r and r.is_published and not r.pins and slot not in keep
-        ]
+        room, slots = allocator.free_total, len(self._empty)
         evicted: list[int] = []
-        for *_, slot in sorted(idle):
-            if room >= need and slots:
-                break
-            room += allocator.blocks[self._resident(slot).start]
-            slots += 1
-            evicted.append(slot)
+        for is_last_resort in (False, True):
+            for slot in self._idle:
+                if room >= need and slots:
+                    break
+                if (slot in wanted) is is_last_resort and slot not in keep:
+                    room += allocator.blocks[self._resident(slot).start]
+                    slots += 1
+                    evicted.append(slot)
         if room < need or not slots:
             return None
         for slot in evicted:
@@ -138,8 +136,9 @@ class SlotPool:
         start = self.arena.allocator.allocate(count)
         if start is None:
             return None
-        slot = self._residents.index(None)
-        self._residents[slot] = Resident(packed.entries, packed.extras, count, start, 0, 0)
+        slot = heapq.heappop(self._empty)
+        self._residents[slot] = Resident(packed.entries, packed.cells, packed.extras, count, start)
+        self._payload += count
         return slot
 
     def move(self, nbytes: int) -> int:
@@ -163,7 +162,7 @@ class SlotPool:
         """The weights of a reserved slot are whole: show them in the tables."""
         resident = self._resident(slot)
         resident.is_published = True
-        self._touch(resident)
+        self._idle[slot] = None
         self._write(slot, resident)
 
     def install(self, packed: PackedAdapter) -> int:
@@ -176,7 +175,7 @@ class SlotPool:
 
     def _write(self, slot: int, resident: Resident) -> None:
         """Make the tables and the extras of `slot` say where its adapter lies now."""
-        self._tables.write(slot, resident.entries, resident.start)
+        self._tables.write(slot, resident.cells, resident.start)
         if resident.extras:
             self.extras[slot] = view_extras(self.arena.buffer, resident.extras, resident.start)
 
@@ -184,15 +183,19 @@ class SlotPool:
         """Empty a slot: rank 0 at every site, so that its weights cannot be reached."""
         resident = self._resident(slot)
         assert resident.pins == 0, f"slot {slot} is in use by {resident.pins} requests"
-        self._tables.write(slot, ())
+        if resident.is_published:
+            self._tables.clear(slot)
         self.extras.pop(slot, None)
         self.arena.allocator.free(resident.start)
         self._residents[slot] = None
+        self._idle.pop(slot, None)
+        self._payload -= resident.size
+        heapq.heappush(self._empty, slot)
 
     @property
     def payload_bytes(self) -> int:
         """Bytes of all adapters themselves; `arena.used_bytes` adds the padding between them."""
-        return sum(r.size for r in self._residents if r) * self.arena.itemsize
+        return self._payload * self.arena.itemsize
 
     def check_integrity(self) -> None:
         """Assert that slots and blocks match one to one, and that every table is exact."""
@@ -212,9 +215,14 @@ class SlotPool:
                 end = extent(entry, self._sites[entry.site])
                 assert end <= resident.size, f"slot {slot} reads past its block: {entry}"
             assert resident.pins >= 0, f"slot {slot} has {resident.pins} pins"
+            assert (slot in self._idle) == (resident.pins == 0), f"slot {slot} is lost to eviction"
             self._tables.check_slot(slot, resident.entries, resident.start)
             self._check_extras(slot, resident)
         assert not blocks, f"blocks of no slot: {blocks}"
+        free = {slot for slot, resident in enumerate(self._residents) if resident is None}
+        assert free == set(self._empty), f"empty slots: {free}, booked: {self._empty}"
+        assert self._idle.keys().isdisjoint(empty), f"idle slots hold nothing: {empty}"
+        assert self._payload == sum(r.size for r in self._residents if r)
         self._tables.check_empty(empty)
 
     def _check_extras(self, slot: int, resident: Resident) -> None:

@@ -1,7 +1,8 @@
 """Where an adapter comes from: its files, whether they changed, and how they are read."""
 
+import functools
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -118,6 +119,15 @@ class HostCopy:
     warnings: tuple[str, ...]
 
 
+class BaseWeightNeeded(Exception):
+    """An adapter can only be read where the base model's weights are."""
+
+
+def no_base_weight(name: str) -> torch.Tensor | None:
+    """Stands for the base model's weights where there are none: raises BaseWeightNeeded."""
+    raise BaseWeightNeeded(name)
+
+
 @dataclass(frozen=True)
 class AdapterLoader:
     """Reads and packs adapters of one model; safe to call from many threads at once."""
@@ -127,6 +137,13 @@ class AdapterLoader:
     max_rank: int
     dtype: torch.dtype
     base_weight: BaseWeight | None = None  # needed where the reader lets extras pass
+
+    def portable(self) -> "AdapterLoader":
+        """The same without the base weights, for a process that does not have them."""
+        reader = self.reader
+        if isinstance(reader, functools.partial) and "base_weight" in reader.keywords:
+            reader = functools.partial(reader, base_weight=no_base_weight)
+        return replace(self, reader=reader, base_weight=no_base_weight)
 
     def load(
         self, source: Source, allocate: Allocate, expected: Fingerprint | None = None

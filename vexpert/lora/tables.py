@@ -7,7 +7,7 @@ it is one small copy whatever the model's size.
 import numpy as np
 import torch
 
-from vexpert.lora.pack import SiteEntry, factor_alignment
+from vexpert.lora.pack import Cells, SiteEntry, factor_alignment
 from vexpert.lora.types import LoraSignature
 from vexpert.ops.types import LoraSite, SiteTable
 
@@ -59,6 +59,7 @@ class Tables:
             tuple[int, ...], LoraSignature
         ] = {}  # of active slots, until a write
         self.device = torch.zeros(rows, num_slots, dtype=torch.int64, device=arena.device)
+        self._first = np.array(self.first_row, dtype=np.int64)
         ends = [*self.first_row[1:], rows]
         alignment = factor_alignment(arena.dtype)
         self.site_tables = tuple(
@@ -67,7 +68,7 @@ class Tables:
         )
 
     def column(self, entries: tuple[SiteEntry, ...], base: int) -> torch.Tensor:
-        """What column a slot must have, [rows] on the host; no entries: all zero."""
+        """What column a slot must have, [rows] on the host; no entries: all zero. For checks."""
         values = [0] * self.host.shape[0]
         for entry in entries:
             row = self.first_row[entry.site]
@@ -75,17 +76,28 @@ class Tables:
             values[row : row + len(site)] = site
         return torch.tensor(values, dtype=torch.int64)
 
-    def write(self, slot: int, entries: tuple[SiteEntry, ...], base: int = 0) -> None:
-        """Set one slot in the mirror, the device tables and the host ranks."""
-        column = self.column(entries, base)
+    def write(self, slot: int, cells: Cells, base: int) -> None:
+        """Set one slot in the mirror, the device tables and the host ranks, without a sync."""
+        values = np.zeros(self.host.shape[0], dtype=np.int64)
+        values[self._first[cells.site] + cells.row] = cells.value + base * cells.moves
+        column = torch.from_numpy(values)
         self.host[:, slot] = column
-        self.device[:, slot] = column.to(self.device.device)
+        if self.device.is_cuda:
+            column = column.pin_memory().to(self.device.device, non_blocking=True)
+        self.device[:, slot] = column
+        ranks = values[self._first]
+        for table, rank in zip(self.site_tables, ranks.tolist(), strict=True):
+            table.host_rank[slot] = rank
+        self._ranks[:, slot] = ranks
+        self._signatures.clear()
+
+    def clear(self, slot: int) -> None:
+        """The slot adapts nothing."""
+        self.host[:, slot] = 0
+        self.device[:, slot].zero_()
         for table in self.site_tables:
             table.host_rank[slot] = 0
         self._ranks[:, slot] = 0
-        for entry in entries:
-            self.site_tables[entry.site].host_rank[slot] = entry.rank
-            self._ranks[entry.site, slot] = entry.rank
         self._signatures.clear()
 
     def signature(self, active_slots: tuple[int, ...]) -> LoraSignature:

@@ -100,7 +100,7 @@ def fused_experts(
     order = _order(topk_ids, lora, experts.down.shape[0], plan)
     runs = None
     if lora is not None and plan.lora.by_run:
-        runs = find_runs(order, plan.lora.shrink.block_m, len(lora.active_slots), pdl)
+        runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl)
     x, scaled = hidden, experts.scale_input
     if scaled:
         scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
