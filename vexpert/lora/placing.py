@@ -24,7 +24,7 @@ class Placed:
     experts: dict[str, Slots] = field(default_factory=dict)
     tokens: dict[str, Piece] = field(default_factory=dict)
     full: list[tuple[str, Piece]] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)  # of all modules, as the file has them
+    factors: dict[str, Place] = field(default_factory=dict)  # by module, as the file names it
 
 
 def place(tensors: Tensors, targets: TargetMap) -> Placed:
@@ -40,7 +40,8 @@ def place(tensors: Tensors, targets: TargetMap) -> Placed:
         if piece is None or found is None or not _put(placed, piece, found, targets):
             (fixed if _is_fixed(piece, found, targets) else lost).append(key)
             continue
-        placed.names.add(piece.module)
+        if piece.part not in ("param", "tokens"):
+            placed.factors[piece.module] = found
         if piece.adapter:
             adapters.add(piece.adapter)
     if lost:

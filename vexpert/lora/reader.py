@@ -109,7 +109,7 @@ def _read(
     full = read_full(placed.full, targets, base_weight, context)
     context.examples += full.examples
     _check_once(reading, full)
-    found = Found(reading.modules, set(reading.tokens), full.names, placed.names)
+    found = Found(reading.modules, set(reading.tokens), full.names, placed.factors)
     _check_tying(context.config, found)
     context.warnings += check_promises(context.config, targets, found)
     return AdapterWeights(
