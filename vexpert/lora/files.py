@@ -13,6 +13,7 @@ from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.header import Entry, parse_header
 from vexpert.lora.json_files import check_regular, read_json
+from vexpert.lora.key_lists import counted, key_lines
 from vexpert.lora.parallel import run_all
 
 SAFETENSORS = "adapter_model.safetensors"
@@ -21,6 +22,8 @@ PICKLE = "adapter_model.bin"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Tensors = dict[str, torch.Tensor]
+
+NO_FOLDER = "no such folder; give an adapter's folder, with adapter_config.json and its weights"
 
 READ_BYTES = 8 << 20  # one read
 
@@ -160,8 +163,9 @@ def _read_shards(folder: Path) -> Tensors:
     different = sorted(weight_map.keys() ^ tensors.keys())
     if different:
         raise AdapterError(
-            f"{folder / INDEX}: the index and the shards differ in {len(different)} keys, first "
-            f"{different[0]}; copy the whole adapter again"
+            f"{folder / INDEX}: the index and the shards differ in "
+            f"{counted(len(different), 'key')}:\n{key_lines(different)}\n"
+            "copy the whole adapter again"
         )
     return tensors
 

@@ -119,7 +119,7 @@ class Gaps:
                 name = self._trainers(path)
                 by = selection.chosen(name)
                 if by is not None:
-                    # Another stack, such as a vision tower, may not have been in the trainer's model.
+                    # Another stack, such as a vision tower: the trainer's model may lack it.
                     is_sure = _stack(general) in stacks or not self._is_used(by)
                     yield Gap("target_modules", by, name, path, is_sure)
 

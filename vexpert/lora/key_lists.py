@@ -9,7 +9,8 @@ from typing import NamedTuple
 MOST_LINES = 40  # of one message
 
 HOLE = "\0"  # stands for a number in a general name
-_NUMBER = re.compile(r"(?<=\.)\d{1,9}(?=\.|$)")
+_NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,8})(?=\.|$)")
+_MOST_NUMBERS = 4  # of one name; layers and experts are two
 _FACTOR = re.compile(r"(?<=\.lora_)(embedding_)?([AB])(?=\.|$)")
 
 Numbers = tuple[int, ...]
@@ -19,13 +20,15 @@ class KeyGroup(NamedTuple):
     """Keys that differ in their numbers alone, or in lora_A and lora_B."""
 
     text: str  # stands for exactly these keys
-    count: int
+    size: int  # keys
     general: str  # the name with HOLE for each number
 
 
 def split_numbers(name: str) -> tuple[str, Numbers]:
     """The general name, and the numbers in its holes."""
-    return _NUMBER.sub(HOLE, name), tuple(map(int, _NUMBER.findall(name)))
+    name = name.replace(HOLE, "?")
+    numbers = _NUMBER.findall(name)[:_MOST_NUMBERS]
+    return _NUMBER.sub(HOLE, name, count=_MOST_NUMBERS), tuple(map(int, numbers))
 
 
 def fill(general: str, numbers: Iterable[int | str]) -> str:
@@ -39,7 +42,7 @@ def grouped(keys: Iterable[str]) -> list[KeyGroup]:
     names = dict.fromkeys(keys)
     found: dict[str, dict[Numbers, None]] = {}
     for name in names:
-        both = _FACTOR.sub(r"\1{A,B}", name) if _partner(name) in names else name
+        both = _FACTOR.sub(r"\1{A,B}", name) if partner(name) in names else name
         general, numbers = split_numbers(both)
         found.setdefault(general, {})[numbers] = None
     return [
@@ -49,10 +52,10 @@ def grouped(keys: Iterable[str]) -> list[KeyGroup]:
     ]
 
 
-def key_lines(keys: Iterable[str], noun: str = "key") -> str:
+def key_lines(keys: Iterable[str], noun: str = "key", plural: str = "") -> str:
     """One line for each group, indented, with its number of keys; of hundreds, the first."""
     groups = grouped(keys)
-    return limited([f"  {group.text} ({counted(group.count, noun)})" for group in groups])
+    return limited([f"  {group.text} ({counted(group.size, noun, plural)})" for group in groups])
 
 
 def limited(lines: list[str]) -> str:
@@ -61,9 +64,9 @@ def limited(lines: list[str]) -> str:
     return "\n".join([*lines[:MOST_LINES], *([f"  and {more} more lines"] if more > 0 else [])])
 
 
-def counted(count: int, noun: str) -> str:
+def counted(count: int, noun: str, plural: str = "") -> str:
     """ "1 key", "2 keys"."""
-    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+    return f"{count} {noun}" if count == 1 else f"{count} {plural or noun + 's'}"
 
 
 def spans(numbers: Iterable[int]) -> str:
@@ -87,7 +90,7 @@ def _count(general: str, sets: tuple[Numbers, ...]) -> int:
     return prod(map(len, sets)) * (2 if "{A,B}" in general else 1)
 
 
-def _partner(key: str) -> str | None:
+def partner(key: str) -> str | None:
     """The other factor's key; None where `key` is of neither."""
     found = _FACTOR.search(key)
     if found is None:

@@ -14,12 +14,11 @@ from vexpert.lora.adapter_config import AdapterConfig
 from vexpert.lora.formats.full import is_router
 from vexpert.lora.gaps import Gap, Gaps
 from vexpert.lora.key_lists import counted, grouped, key_lines, spans
+from vexpert.lora.keys import PREFIX
 from vexpert.lora.names import Place
 from vexpert.lora.selection import Selection
-from vexpert.lora.types import ExpertsFactors, Factors, LinearTarget, TargetMap
+from vexpert.lora.types import EmbeddingTarget, ExpertsFactors, Factors, LinearTarget, TargetMap
 from vexpert.lora.versions import is_pefts_own
-
-PREFIX = "base_model.model."  # of PEFT's keys
 
 
 @dataclass(frozen=True)
@@ -90,9 +89,11 @@ def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> No
     ]
     if missing:
         raise AdapterError(
-            f"adapter_config.json: bias={config.bias!r}, but {len(missing)} biases are not in the "
-            f"file (first {missing[0]}): it is incomplete; save the adapter again, or say "
-            '"bias": "none" if they were not trained'
+            f"adapter_config.json: bias={config.bias!r}, but "
+            f"{counted(len(missing), 'bias', 'biases')} not in the file:\n"
+            f"{key_lines(missing, 'bias', 'biases')}\n"
+            'It is incomplete: save the adapter again, or say "bias": "none" if they were not '
+            "trained"
         )
 
 
@@ -107,7 +108,7 @@ def _check_factors(config: AdapterConfig, targets: TargetMap, found: Found) -> l
         notes.append(f"{error}; so whether the file is complete was not checked")
     sure = [gap for gap in lost if gap.by and gap.is_sure]
     if sure and _is_exact(config):
-        raise _lost_error(sure)
+        raise _lost_error(sure, targets)
     return [*notes, *_gap_warnings(lost, found)]
 
 
@@ -116,15 +117,21 @@ def _is_exact(config: AdapterConfig) -> bool:
     return config.names_version or is_pefts_own(config.fields)
 
 
-def _lost_error(lost: list[Gap]) -> AdapterError:
+def _lost_error(lost: list[Gap], targets: TargetMap) -> AdapterError:
     names = {gap.field: dict.fromkeys(g.by for g in lost if g.field == gap.field) for gap in lost}
     named = " and ".join(f"{field} names {_listed(names[field])}" for field in names)
-    keys = [f"{PREFIX}{gap.name}.lora_{part}.weight" for gap in lost for part in "AB"]
+    keys = [key for gap in lost for key in _keys(gap, targets)]
     return AdapterError(
         f"adapter_config.json: {named}, but {counted(len(keys), 'key')} that PEFT saves for that "
         f"{'is' if len(keys) == 1 else 'are'} not in the file:\n{key_lines(keys)}\n"
         f"The file is incomplete: save the adapter again. {_remedy(names)}"
     )
+
+
+def _keys(gap: Gap, targets: TargetMap) -> list[str]:
+    is_table = isinstance(targets.targets[gap.path], EmbeddingTarget)
+    form = "lora_embedding_{}" if is_table else "lora_{}.weight"
+    return [f"{PREFIX}{gap.name}.{form.format(part)}" for part in "AB"]
 
 
 def _remedy(fields: Collection[str]) -> str:
@@ -155,9 +162,10 @@ def _gap_warnings(lost: list[Gap], found: Found) -> list[str]:
 def _gap_warning(field: str, gaps: list[Gap], layers: Set[int | None]) -> str:
     what = f"{counted(len(gaps), 'module')} of the model without factors in the file"
     if field:
-        what = f"adapter_config.json: {field} names {what}, which stay unchanged"
+        what = f"adapter_config.json: {field} names {what}; unchanged"
     else:
-        what = f"{what}, though others of their kind have them; they stay unchanged"
+        whose = "its" if len(gaps) == 1 else "their"
+        what = f"{what}, though others of {whose} kind have them; unchanged"
     groups = [group.text for group in grouped(gap.name for gap in gaps)]
     more = ", ..." if len(groups) > 3 else ""
     gone = sorted({n for n in (layer_of(gap.path) for gap in gaps) if n is not None} - layers)
