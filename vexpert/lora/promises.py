@@ -99,8 +99,8 @@ def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> No
 
 def _check_factors(config: AdapterConfig, targets: TargetMap, found: Found) -> list[str]:
     """Warnings of modules without factors; AdapterError where PEFT would have saved them."""
-    gaps = Gaps(targets, found.factors)
-    lost = gaps.parameters(config.target_parameters, found.modules)
+    gaps = Gaps(targets, found.factors, found.modules)
+    lost = gaps.parameters(config.target_parameters)
     notes = []
     try:
         lost += gaps.modules(Selection(config))
