@@ -21,7 +21,7 @@ def numbers(text: str) -> list[str]:
 
 def expand(text: str) -> list[str]:
     """All keys that a group's text stands for."""
-    parts = re.split(r"\\{([^}]*)\\}", text)
+    parts = re.split(r"\{([^}]*)\}", text)
     choices = [
         [part] if at % 2 == 0 else ["A", "B"] if part == "A,B" else numbers(part)
         for at, part in enumerate(parts)

@@ -82,7 +82,8 @@ def check_tensors(source: str, tensors: Tensors) -> None:
 def _read_safetensors(path: Path) -> Tensors:
     try:
         if not path.is_file():
-            raise AdapterError(f"{path} is missing, or not a file: copy the whole adapter again")
+            what = "not a file" if path.exists() else "missing"
+            raise AdapterError(f"{path} is {what}: copy the whole adapter again")
         content = _content(path)
         return _views(content, parse_header(content))
     except AdapterError:
