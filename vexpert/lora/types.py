@@ -246,6 +246,11 @@ class BatchView:
     use_virtual_experts: bool = True
     signature: LoraSignature | None = None  # None: layers look at the tables of `active_slots`
 
+    @property
+    def most_adapters(self) -> int:
+        """No more adapters are active; the same for all steps of one signature."""
+        return len(self.active_slots) if self.signature is None else self.signature.adapters
+
 
 NO_EXTRAS: dict[int, list[tuple[int, SiteExtra]]] = {}
 

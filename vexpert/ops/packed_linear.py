@@ -43,8 +43,8 @@ def packed_linear(
 ) -> torch.Tensor:
     """y [R, out]; `order` of x's rows, if there is LoRA; `plan` None: by the shape."""
     rows = x if x.stride(1) == 1 else x.contiguous()
-    active = () if lora is None else lora.active_slots
-    plan = plan or choose_dense_plan(shape_of(x, weight.shape[0]), len(active))
+    adapters = 0 if lora is None else lora.num_adapters
+    plan = plan or choose_dense_plan(shape_of(x, weight.shape[0]), adapters)
     tile = plan.linear if x.shape[0] else None
     if lora is None:
         if tile is None:

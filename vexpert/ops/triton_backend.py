@@ -181,7 +181,7 @@ class TritonBackend:
     def _add_dense(self, x: torch.Tensor, y: torch.Tensor, lora: PackedLora) -> None:
         assert isinstance(lora.routing, TritonRouting)
         rows = x if x.stride(1) == 1 else x.contiguous()
-        plan = choose_dense_plan(shape_of(x, y.shape[1]), len(lora.active_slots))
+        plan = choose_dense_plan(shape_of(x, y.shape[1]), lora.num_adapters)
         add_dense(rows, y, find_factors(lora), lora.routing.order, plan)
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExpertsKernel | None:

@@ -112,10 +112,19 @@ class PackedLora:
     tables: tuple[SiteTable, ...]
     routing: Routing  # of the input's rows, by the backend's `route` without experts
     active_slots: tuple[int, ...]
+    most_ranks: tuple[int, ...] | None = None  # bounds at the sites; None: as the tables say
+    most_adapters: int | None = None  # bound of how many are active; None: as many as there are
+
+    @property
+    def num_adapters(self) -> int:
+        """No more adapters are active."""
+        return len(self.active_slots) if self.most_adapters is None else self.most_adapters
 
     @property
     def most_rank(self) -> int:
-        """The largest rank of an active slot at any of the sites; known on the host."""
+        """No active slot has a larger rank at any of the sites; known on the host."""
+        if self.most_ranks is not None:
+            return max(self.most_ranks)
         return max(
             (table.host_rank[slot] for table in self.tables for slot in self.active_slots),
             default=0,

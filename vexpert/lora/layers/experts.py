@@ -44,10 +44,8 @@ class _ExpertsLora:
             for delta, is_adapted in zip((self.gate_up, self.down), adapted, strict=True)
         )
         ranks = self.gate_up.most_rank(view), self.down.most_rank(view)
-        count = len(view.active_slots) if view.signature is None else view.signature.adapters
-        return replace(
-            hooks, fused=ExpertsLora(view.slots, view.active_slots, up, down, ranks, count)
-        )
+        lora = ExpertsLora(view.slots, view.active_slots, up, down, ranks, view.most_adapters)
+        return replace(hooks, fused=lora)
 
     def _can_fuse(self, view: BatchView) -> bool:
         """Extras and the classic path need the layer step by step."""

@@ -65,7 +65,10 @@ class LoraLinear(nn.Linear):
         elif delta.fits(view, x, self.weight):
             routing = delta.shared_group(view, self.rows_key, self.slots(view)).routing
             assert routing is not None, "the classic path does not fit"
-            lora = PackedLora((delta.site,), (delta.table,), routing, view.active_slots)
+            ranks, most = (delta.most_rank(view),), view.most_adapters
+            lora = PackedLora(
+                (delta.site,), (delta.table,), routing, view.active_slots, ranks, most
+            )
             y = backend.packed_linear(rows, self.weight, self.bias, lora)
         else:
             y = backend.packed_linear(rows, self.weight, self.bias, None)

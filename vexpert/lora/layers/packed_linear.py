@@ -91,9 +91,9 @@ class LoraPackedLinear(nn.Module):
         routing = first.shared_group(view, LoraLinear.rows_key, view.slots).routing
         assert routing is not None, "the classic path goes site by site"
         sites = tuple(delta.site for delta in self.deltas)
-        return PackedLora(
-            sites, tuple(delta.table for delta in self.deltas), routing, view.active_slots
-        )
+        tables = tuple(delta.table for delta in self.deltas)
+        ranks = tuple(delta.most_rank(view) for delta in self.deltas)
+        return PackedLora(sites, tables, routing, view.active_slots, ranks, view.most_adapters)
 
     def _add_by_site(self, view: BatchView, rows: torch.Tensor, y: torch.Tensor) -> None:
         """Each site's delta and extras, added to its columns of y [R, sum of outs] in place."""
