@@ -132,17 +132,9 @@ class DecodeGraphs:
         return found
 
     def _capture(self, key: GraphKey, view: BatchView | None) -> Callable[[], None] | None:
-        step = self._buffers.step(key.size, view)
-
-        def run() -> None:
-            self._buffers.update_tables(key.size)
-            tokens = self._buffers.tokens(key.size)
-            logits = self._model.raw_logits(dataclasses.replace(step, token_ids=tokens))
-            self._buffers.logits[: key.size] = logits
-
         began = time.monotonic()
         try:
-            replay = self._capturer.capture(run)
+            replay = self._capturer.capture(self._work(key.size, view))
         except RuntimeError as error:
             self.is_off = True
             logger.warning("CUDA graphs are off, steps run eagerly: %s", _first_line(error))
@@ -153,6 +145,18 @@ class DecodeGraphs:
         self._keep(key, replay)
         return replay
 
+    def _work(self, size: int, view: BatchView | None) -> Callable[[], None]:
+        """What a graph of `size` rows does."""
+        step = self._buffers.step(size, view)
+
+        def run() -> None:
+            self._buffers.update_tables(size)
+            tokens = self._buffers.tokens(size)
+            logits = self._model.raw_logits(dataclasses.replace(step, token_ids=tokens))
+            self._buffers.logits[:size] = logits
+
+        return run
+
     def _keep(self, key: GraphKey, replay: Callable[[], None]) -> None:
         if key.lora is None:
             self._base[key] = replay
@@ -160,6 +164,12 @@ class DecodeGraphs:
         self._lora[key] = replay
         if len(self._lora) > MOST_LORA_GRAPHS:
             self._lora.popitem(last=False)
+
+    def rehearse(self) -> None:
+        """Run the base model's graphs on padding alone, without a capture: kernels compile."""
+        self._buffers.clear()
+        for size in self.sizes:
+            self._work(size, None)()
 
     def warm_up(self) -> None:
         """Capture the base model's graphs, the largest first: the others then fit its memory."""

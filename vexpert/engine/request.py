@@ -101,6 +101,7 @@ class Sequence:
         self.detokenizer = detokenizer
         self.text = OutputText(request.params)
         self.tokens = list(request.prompt_token_ids)
+        self.num_known = len(self.tokens)  # those that are not UNKNOWN
         self.output_token_ids: list[int] = []
         self.logprobs: list[LogprobRow] = []
         self.cumulative_logprob = 0.0
@@ -109,6 +110,7 @@ class Sequence:
         self.stop_reason: int | str | None = None
         self.num_computed = 0
         self.num_published = 0  # full blocks that other sequences may share
+        self.publish_from = 0  # tokens computed when the next of them is full
         self.source = -1  # row of the step under way that chooses the last token; -1: it is known
         self.is_ending = False  # whether the token under way is the last, whatever it is
         self.blocks = BlockTable()
@@ -142,11 +144,6 @@ class Sequence:
             self._digests.append(chain_digest(parent, tokens))
         return self._digests[:num_blocks]
 
-    @property
-    def num_known(self) -> int:
-        """Tokens that the host knows."""
-        return len(self.request.prompt_token_ids) + len(self.output_token_ids)
-
     def expect(self, row: int, max_model_len: int) -> None:
         """A step has begun that chooses the next token in its row `row`."""
         self.tokens.append(UNKNOWN)
@@ -158,6 +155,7 @@ class Sequence:
     def append(self, token: int) -> None:
         """The next token, expected or not: it joins the tokens and the sampler's memory."""
         place = self.num_known
+        self.num_known += 1
         if place == len(self.tokens):
             self.tokens.append(token)
         else:

@@ -89,12 +89,15 @@ class Scheduler:
     def publish(self, sequence: Sequence) -> None:
         """Let others share the full blocks of a running sequence whose tokens are all known."""
         size = self.pool.block_size
+        if not self.enable_prefix_caching or sequence.num_computed < sequence.publish_from:
+            return
         full = min(sequence.num_computed, sequence.num_known) // size
-        if self.enable_prefix_caching and full > sequence.num_published:
+        if full > sequence.num_published:
             digests = sequence.digests(full, size)
             for index in range(sequence.num_published, full):
                 self.pool.publish(sequence.blocks.ids[index], digests[index])
             sequence.num_published = full
+            sequence.publish_from = (full + 1) * size
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence in any state and give back all it holds."""
@@ -202,6 +205,7 @@ class Scheduler:
         sequence.blocks.extend(cached + [self.pool.allocate() for _ in range(new)])
         sequence.num_computed = len(cached) * self.pool.block_size
         sequence.num_published = len(cached)
+        sequence.publish_from = (len(cached) + 1) * self.pool.block_size
         if not sequence.was_admitted:
             self._count_prefix(sequence)
         sequence.was_admitted = True

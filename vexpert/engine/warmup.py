@@ -39,14 +39,19 @@ def warm_up(
     """
     began = time.monotonic()
     with torch.inference_mode():
-        if model.info.device.type == "cuda" and scope != "none":
+        if model.info.device.type == "cuda":
             from vexpert.kernels.compile_ahead import compile_only  # needs Triton
 
             sizes = num_blocks, block_size, most_tokens if scope == "all" else 0, most_rows
             with compile_only():
-                run_steps(model, *sizes)
+                if graphs is not None:
+                    graphs.rehearse()
+                if scope != "none":
+                    run_steps(model, *sizes)
+            _synchronize(model)
             logger.info("warm-up: kernels compiled in %.1f s", time.monotonic() - began)
-            run_steps(model, *sizes)
+            if scope != "none":
+                run_steps(model, *sizes)
         _synchronize(model)
         compiled = time.monotonic()
         if graphs is not None:
