@@ -113,7 +113,7 @@ def test_a_long_context_in_a_mixed_step_is_split() -> None:
 
 
 def test_a_bound_far_above_the_lengths_changes_nothing() -> None:
-    case = make_case(DECODES)
+    case = make_case(DECODES, Sizes(1, 2))
     far = replace(case, batch=replace(case.batch, max_kv_len=100_000, _arrivals={}))
     assert worst_row_error(decoded(far, SPLIT), case.expected()) < LIMIT
 
@@ -131,7 +131,7 @@ def test_splits_fill_the_device_but_not_more() -> None:
 @pytest.mark.filterwarnings("ignore:invalid value encountered:RuntimeWarning")
 @pytest.mark.parametrize("lens", [DECODES, MIXED], ids=["decode", "mixed"])
 def test_wrong_blocks_and_masks_are_seen(lens: list[tuple[int, int]]) -> None:
-    case = make_case(lens, window=6)
+    case = make_case(lens[-5:], Sizes(1, 2), window=6)
     run = (lambda c: decoded(c, SPLIT)) if lens is DECODES else prefilled
     want = case.expected()
     for options in ({"window": 7}, {"window": 5}, {"window": None}, {"softcap": 9.0}):

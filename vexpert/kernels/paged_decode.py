@@ -149,8 +149,8 @@ def _decode_kernel(
         inside = j < end
         row = block * BLOCK_SIZE + j % BLOCK_SIZE
         block = load_blocks(table, j + BLOCK_N, width, BLOCK_SIZE)
-        key = load_rows(keys, row, inside, g * stride_kh, stride_kr, D, BLOCK_D, True)
-        value = load_rows(values, row, inside, g * stride_vh, stride_vr, DV, BLOCK_DV, True)
+        key = load_rows(keys, row, inside, g * stride_kh, stride_kr, D, BLOCK_D)
+        value = load_rows(values, row, inside, g * stride_vh, stride_vr, DV, BLOCK_DV)
         products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
         scores = cap_scores(products, scale, softcap, HAS_SOFTCAP)
         scores = tl.where(inside[None, :], scores, float("-inf"))

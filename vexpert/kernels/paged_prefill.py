@@ -59,35 +59,16 @@ def _find_sequence(query_starts, sequences, tile, BLOCK_Q: tl.constexpr, BLOCK_B
 
 
 @triton.jit
-def _attend(
-    begin, end, q, position, width, peak, total, acc, keys, values, table, key_at, value_at,
-    stride_kr, stride_vr, scale, softcap, window, chunk,
-    MASKED: tl.constexpr, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr,
-    HAS_SOFTCAP: tl.constexpr, D: tl.constexpr, DV: tl.constexpr, BLOCK_SIZE: tl.constexpr,
-    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr, PRECISION: tl.constexpr,
+def _hide(
+    scores, j, position, window, chunk, HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr
 ):  # fmt: skip
-    """Fold the keys begin ... end - 1 in; unless MASKED, every row sees all of them."""
-    n = tl.arange(0, BLOCK_N)
-    block = load_blocks(table, begin + n, width, BLOCK_SIZE)
-    for first in range(begin, end, BLOCK_N):
-        j = first + n
-        inside = j < end
-        row = block * BLOCK_SIZE + j % BLOCK_SIZE
-        block = load_blocks(table, j + BLOCK_N, width, BLOCK_SIZE)
-        key = load_rows(keys, row, inside, key_at, stride_kr, D, BLOCK_D, MASKED)
-        value = load_rows(values, row, inside, value_at, stride_vr, DV, BLOCK_DV, MASKED)
-        products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
-        scores = cap_scores(products, scale, softcap, HAS_SOFTCAP)
-        if MASKED:
-            seen = j[None, :] <= position[:, None]
-            if HAS_WINDOW:
-                seen &= j[None, :] > position[:, None] - window
-            if HAS_CHUNK:
-                seen &= j[None, :] // chunk == position[:, None] // chunk
-            scores = tl.where(seen, scores, float("-inf"))
-        empty: tl.constexpr = HAS_WINDOW or HAS_CHUNK
-        peak, total, acc = fold(scores, value, peak, total, acc, empty, PRECISION)
-    return peak, total, acc
+    """Minus infinity where position [M] does not see key j [N]."""
+    seen = j[None, :] <= position[:, None]
+    if HAS_WINDOW:
+        seen &= j[None, :] > position[:, None] - window
+    if HAS_CHUNK:
+        seen &= j[None, :] // chunk == position[:, None] // chunk
+    return tl.where(seen, scores, float("-inf"))
 
 
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=INDEX_ARRAYS)
@@ -144,22 +125,26 @@ def _prefill_kernel(
         total += 1.0
     acc = tl.zeros((BLOCK_M, BLOCK_DV), dtype=tl.float32)
     table = block_tables + b.to(tl.int64) * stride_table
-    if not (HAS_WINDOW or HAS_CHUNK):
-        # keys that every row sees
-        middle = (first_position + 1) // BLOCK_N * BLOCK_N
-        peak, total, acc = _attend(
-            left, middle, q, position, width, peak, total, acc, keys, values, table,
-            g * stride_kh, g * stride_vh, stride_kr, stride_vr, scale, softcap, window, chunk,
-            False, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, D, DV, BLOCK_SIZE, BLOCK_D, BLOCK_DV,
-            BLOCK_N, PRECISION,
-        )  # fmt: skip
-        left = middle
-    peak, total, acc = _attend(
-        left, right, q, position, width, peak, total, acc, keys, values, table,
-        g * stride_kh, g * stride_vh, stride_kr, stride_vr, scale, softcap, window, chunk,
-        True, HAS_WINDOW, HAS_CHUNK, HAS_SOFTCAP, D, DV, BLOCK_SIZE, BLOCK_D, BLOCK_DV,
-        BLOCK_N, PRECISION,
-    )  # fmt: skip
+    n = tl.arange(0, BLOCK_N)
+    block = load_blocks(table, left + n, width, BLOCK_SIZE)
+    for first in range(left, right, BLOCK_N):
+        j = first + n
+        inside = j < right
+        row = block * BLOCK_SIZE + j % BLOCK_SIZE
+        block = load_blocks(table, j + BLOCK_N, width, BLOCK_SIZE)
+        key = load_rows(keys, row, inside, g * stride_kh, stride_kr, D, BLOCK_D)
+        value = load_rows(values, row, inside, g * stride_vh, stride_vr, DV, BLOCK_DV)
+        products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+        scores = cap_scores(products, scale, softcap, HAS_SOFTCAP)
+        hides = first + BLOCK_N > first_position + 1  # something of someone
+        if HAS_WINDOW:
+            hides |= first <= right - 1 - window
+        if HAS_CHUNK:
+            hides |= first // chunk != (right - 1) // chunk
+        if hides:
+            scores = _hide(scores, j, position, window, chunk, HAS_WINDOW, HAS_CHUNK)
+        peak, total, acc = fold(scores, value, peak, total, acc, HAS_WINDOW or HAS_CHUNK, PRECISION)
+
     pdl_release(PDL)
     target = out + token[:, None] * stride_ot + head[:, None] * stride_oh + column[None, :]
     wanted = mine[:, None] & (column < DV)[None, :]

@@ -33,8 +33,7 @@ def load_blocks(table, j, width, BLOCK_SIZE: tl.constexpr):
 
 @triton.jit
 def load_rows(
-    cache, rows, inside, head_at, stride_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr,
-    MASKED: tl.constexpr,
+    cache, rows, inside, head_at, stride_row, WIDTH: tl.constexpr, BLOCK: tl.constexpr
 ):  # fmt: skip
     """[len(rows), BLOCK] of `cache`: one head of these rows, zeros outside.
 
@@ -42,15 +41,10 @@ def load_rows(
     """
     column = tl.arange(0, BLOCK)
     at = cache + rows.to(tl.int64)[:, None] * stride_row + head_at + column[None, :]
-    if MASKED and WIDTH != BLOCK:
-        tile = tl.load(at, mask=inside[:, None] & (column < WIDTH)[None, :], other=0.0)
-    elif MASKED:
-        tile = tl.load(at, mask=inside[:, None], other=0.0)
-    elif WIDTH != BLOCK:
-        tile = tl.load(at, mask=(column < WIDTH)[None, :], other=0.0)
-    else:
-        tile = tl.load(at)
-    return tile
+    wanted = inside[:, None]
+    if WIDTH != BLOCK:
+        wanted &= (column < WIDTH)[None, :]
+    return tl.load(at, mask=wanted, other=0.0)
 
 
 @triton.jit
