@@ -86,7 +86,7 @@ def dense_ptx() -> dict[str, str]:
     weight = torch.empty(sum(sizes), depth, dtype=dtype)
     for rows in (1, 8):
         ints = torch.zeros(128, dtype=torch.int32)
-        order = RowOrder(ints[:rows], *(ints,) * 7, is_identity=rows == 1)
+        order = RowOrder(ints[:rows], *(ints,) * 8, is_identity=rows == 1)
         x = torch.empty(rows, depth, dtype=dtype)
         plan = choose_dense_plan(DenseShape(rows, depth, sum(sizes), dtype), 8)
         h = dense_shrink(x, order, factors, plan.shrink)

@@ -23,6 +23,7 @@ PLANS = {
     "groups": DensePlan(DenseTile(16, 32, 16, group=4), RUNS, DenseTile(16, 32, group=2)),
     "chunks": DensePlan(DenseTile(32, 16, 64, group=2), CHUNKS, DenseTile(32, 32, group=8)),
     "library": DensePlan(None, CHUNKS, DenseTile(64, 32)),
+    "runs": DensePlan(None, RUNS, DenseTile(16, 32, by_run=True)),
 }
 
 
@@ -62,7 +63,7 @@ def test_odd_sizes_and_strides(name: str) -> None:
     assert_layer(replace(case, weight=case.weight.t().contiguous().t()), PLANS[name])
 
 
-@pytest.mark.parametrize("name", ["groups", "chunks", "library"])
+@pytest.mark.parametrize("name", ["groups", "chunks", "library", "runs"])
 @pytest.mark.parametrize("rank", [40, 64, 130])
 def test_ranks(name: str, rank: int) -> None:
     assert_layer(make_packed(5, 32, (32, 16), max_rank=rank), PLANS[name])
@@ -129,9 +130,12 @@ def test_order(rows: int, slots: int) -> None:
     expected, runs = reference_order(given.tolist())
     assert order.row.tolist() == expected
     assert order.slot.tolist() == [max(int(given[row]), -1) for row in expected]
+    assert order.row_run.tolist() == [
+        runs.index(slot) if slot >= 0 else -1 for slot in given.tolist()
+    ]
     assert order.run_slot.tolist() == runs + [-1] * (len(order.run_slot) - len(runs))
     active = int((given >= 0).sum())
-    assert int(order.active) == active
+    assert order.counts.tolist() == [active, len(runs)]
     for position in range(active):
         slot = int(order.slot[position])
         assert runs[int(order.run[position])] == slot

@@ -1,7 +1,5 @@
 """What every kernel file needs: how a dot rounds, and the checks of the launchers."""
 
-from functools import lru_cache
-
 import torch
 import triton
 import triton.language as tl
@@ -40,14 +38,13 @@ def pdl_release(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
-@lru_cache(maxsize=64)
+def pdl_options(pdl: bool) -> dict[str, bool]:
+    """Launch options: PDL tells the kernel, launch_pdl the driver."""
+    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
 def can_use_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch: from compute capability 9.0 on."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
     return torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def pdl_options(pdl: bool) -> dict[str, bool]:
-    """Launch options: PDL tells the kernel, launch_pdl the driver."""
-    return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

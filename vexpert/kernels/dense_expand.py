@@ -1,12 +1,13 @@
 """LoRA expand of a packed dense layer: y[row[p], columns of site] += B[site, slot] h[p, site].
 
 All sites and runs in one launch; each element of y is read, added to in float32, rounded and
-written by one program. Base rows and sites without an adapter are neither read nor written.
+written by one program. Base rows and sites without an adapter are neither read nor written. A
+program takes a tile of rows, or (`by_run`) the run that starts at its position, or is cut there.
 
 | array | shape | holds |
 |---|---|---|
 | h | [PLANES, R, sites * WIDTH] float32 | see `dense_shrink` |
-| row_at, run_at, run_slot, active | | see `dense_order` |
+| row_at, run_at, ... | | see `dense_order` |
 | table | | see `dense_tiles` |
 | y | [R, sum of sizes] | columns adjacent, rows in any stride |
 """
@@ -30,16 +31,30 @@ from vexpert.kernels.dense_tiles import (
     column_alignment,
     column_blocks,
     lora_options,
-    runs_of_tile,
+    rows_of_b,
+    rows_of_tile,
+    shrunk_rows,
     site_of,
     stacked_b,
 )
 
 
 @triton.jit
+def _add_to_rows(
+    total, row, changes, before, block, y, stride_y, inside,
+    COLUMN_ALIGNMENT: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    column = tl.multiple_of(before + block * BLOCK_N, COLUMN_ALIGNMENT) + tl.arange(0, BLOCK_N)
+    target = y + row.to(tl.int64)[:, None] * stride_y + column[None, :]
+    stored = changes[:, None] & inside[None, :]
+    total += tl.load(target, mask=stored, other=0.0).to(tl.float32)
+    tl.store(target, total.to(y.dtype.element_ty), mask=stored)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
-    h, row_at, run_at, run_slot, active, arena, table, y, plane, num_slots, site_step, stride_h,
-    stride_y,
+    h, row_at, run_at, row_run, run_slot, counts, arena, table, y, num_rows, num_slots, site_step,
+    stride_h, stride_y,
     IDENTITY: tl.constexpr, ONE_TILE: tl.constexpr, SIZES: tl.constexpr, PLANES: tl.constexpr,
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
@@ -51,32 +66,66 @@ def _expand_kernel(
     table += site.to(tl.int64) * site_step
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < size
-    end, row_run, first, last = runs_of_tile(start, run_at, active, IDENTITY, ONE_TILE, BLOCK_M)
     # The first factors before the wait: nothing that runs beside this kernel writes them.
+    row, _, run, first, last = rows_of_tile(
+        start, row_at, run_at, row_run, counts, num_rows, IDENTITY, ONE_TILE, BLOCK_M
+    )
     run0, b_tile0 = stacked_b(
         first, last, 0, run_slot, arena, table, num_slots, n, inside, size, GROUP, BLOCK_R,
         IDENTITY, ONE_TILE, ALIGNMENT,
     )  # fmt: skip
+    slot = tl.load(run_slot + run, mask=run >= 0, other=-1)
+    changes = tl.load(table + slot, mask=slot >= 0, other=0) > 0
     pdl_wait(PDL)
-    if start >= end:
+    if tl.max(changes.to(tl.int32), 0) == 0:
         return
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     total = add_lora(
-        total, run0, b_tile0, row_run, first, last, start, end, h, run_slot, arena, table, site, n,
-        inside, size, plane, num_slots, stride_h, IDENTITY, ONE_TILE, PLANES, WIDTH, GROUP,
-        BLOCK_R, RANK_STEPS, ALIGNMENT, PRECISION, BLOCK_M,
+        total, run0, b_tile0, row, run, first, last, h, run_slot, arena, table, site, n, inside,
+        size, num_rows, num_slots, stride_h, IDENTITY, ONE_TILE, PLANES, WIDTH, GROUP, BLOCK_R,
+        RANK_STEPS, ALIGNMENT, PRECISION,
     )  # fmt: skip
-    position = start + tl.arange(0, BLOCK_M)
-    slot = tl.load(run_slot + row_run, mask=row_run >= 0, other=-1)
-    changes = tl.load(table + slot, mask=slot >= 0, other=0) > 0
-    row = position
-    if not IDENTITY:
-        row = tl.load(row_at + position, mask=changes, other=0)
-    column = tl.multiple_of(before + block * BLOCK_N, COLUMN_ALIGNMENT) + tl.arange(0, BLOCK_N)
-    target = y + row.to(tl.int64)[:, None] * stride_y + column[None, :]
-    stored = changes[:, None] & inside[None, :]
-    total += tl.load(target, mask=stored, other=0.0).to(tl.float32)
-    tl.store(target, total.to(y.dtype.element_ty), mask=stored)
+    _add_to_rows(total, row, changes, before, block, y, stride_y, inside, COLUMN_ALIGNMENT, BLOCK_N)
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _expand_runs_kernel(
+    h, row_at, slot_at, run_start, run_end, arena, table, y, num_rows, num_slots, site_step,
+    stride_h, stride_y,
+    SIZES: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    RANK_STEPS: tl.constexpr, ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_release(PDL)
+    at = tl.program_id(1)
+    site, before, block, size = site_of(tl.program_id(0), SIZES, BLOCK_N)
+    table += site.to(tl.int64) * site_step
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < size
+    position = at + tl.arange(0, BLOCK_M)
+    slot = tl.load(slot_at + at)
+    if (at - tl.load(run_start + at)) % BLOCK_M != 0:
+        slot = slot * 0 - 1
+    rank = tl.load(table + slot, mask=slot >= 0, other=0)
+    own = position < tl.where(rank > 0, tl.load(run_end + at), 0)
+    row = tl.load(row_at + position, mask=own, other=0)
+    r = tl.arange(0, BLOCK_R)
+    b_tile = rows_of_b(slot, r, table, arena, num_slots, n, inside, size, ALIGNMENT)
+    pdl_wait(PDL)
+    if rank == 0:
+        return
+    dtype: tl.constexpr = arena.dtype.element_ty
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for step in tl.static_range(RANK_STEPS):
+        rows = shrunk_rows(
+            h, row, own, site, step, num_rows, stride_h, PLANES, WIDTH, BLOCK_R, dtype
+        )
+        if step > 0:
+            b_tile = rows_of_b(
+                slot, step * BLOCK_R + r, table, arena, num_slots, n, inside, size, ALIGNMENT
+            )
+        total = tl.dot(rows, b_tile, total, input_precision=PRECISION)
+    _add_to_rows(total, row, own, before, block, y, stride_y, inside, COLUMN_ALIGNMENT, BLOCK_N)
 
 
 def dense_expand(
@@ -91,13 +140,28 @@ def dense_expand(
     check_matrix("y", y)
     assert y.dtype == factors.arena.dtype, (y.dtype, factors.arena.dtype)
     planes, rows, columns = h.shape
-    grid = column_blocks(factors.sizes, tile.block_n), triton.cdiv(rows, tile.block_m)
-    _expand_kernel[grid](
-        h, order.row, order.run, order.run_slot, order.active, factors.arena, factors.table, y,
-        rows * columns, factors.num_slots, factors.site_step, columns, y.stride(0),
-        IDENTITY=order.is_identity, ONE_TILE=rows <= tile.block_m, SIZES=factors.sizes,
-        **lora_options(factors, planes, tile),
-        COLUMN_ALIGNMENT=column_alignment(factors.sizes, tile.block_n),
-        PRECISION=dot_precision(y.dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        num_warps=tile.num_warps, num_stages=tile.num_stages, **pdl_options(pdl),
+    options = lora_options(factors, planes, tile) | {
+        "SIZES": factors.sizes,
+        "COLUMN_ALIGNMENT": column_alignment(factors.sizes, tile.block_n),
+        "PRECISION": dot_precision(y.dtype),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **pdl_options(pdl),
+    }
+    blocks = column_blocks(factors.sizes, tile.block_n)
+    rest = (
+        factors.arena, factors.table, y, rows, factors.num_slots, factors.site_step, columns,
+        y.stride(0),
+    )  # fmt: skip
+    if tile.by_run and not order.is_identity:
+        options.pop("GROUP")
+        _expand_runs_kernel[(blocks, rows)](
+            h, order.row, order.slot, order.run_start, order.run_end, *rest, **options
+        )
+        return
+    _expand_kernel[(blocks, triton.cdiv(rows, tile.block_m))](
+        h, order.row, order.run, order.row_run, order.run_slot, order.counts, *rest,
+        IDENTITY=order.is_identity, ONE_TILE=rows <= tile.block_m, **options,
     )  # fmt: skip

@@ -9,11 +9,12 @@ one slot; runs are numbered from 0 in the order of their slots.
 | row, slot | [R] int32 | row and slot (base: -1) at each position |
 | run | [R] int32 | number of the run that this position is in; base: the number of runs |
 | run_start, run_end | [R] int32 | its positions |
+| row_run | [R] int32 | number of the run of each row; base: -1 |
 | run_slot | [runs + 64] int32 | slot of each run; -1 behind the last |
-| active | [1] int32 | positions that are not base |
+| counts | [2] int32 | positions that are not base; runs |
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import torch
 import triton
@@ -35,13 +36,24 @@ class RowOrder:
     run: torch.Tensor
     run_start: torch.Tensor
     run_end: torch.Tensor
+    row_run: torch.Tensor
     run_slot: torch.Tensor
-    active: torch.Tensor
+    counts: torch.Tensor
     is_identity: bool
+    _readers: list[None] = field(default_factory=list)
 
     @property
     def num_rows(self) -> int:
         return self.slots.shape[0]
+
+    def is_settled(self) -> bool:
+        """Whether this is not the first kernel that reads it, which must be an ordinary launch.
+
+        All behind that one may then read the order before they wait for the kernel before them.
+        """
+        settled = self.is_identity or bool(self._readers)
+        self._readers.append(None)
+        return settled
 
 
 @triton.jit
@@ -52,9 +64,10 @@ def _slot_of(slots, row, num_rows, num_slots):
     return tl.where(row < num_rows, slot, num_slots + 1)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])
 def _order_kernel(
-    slots, row_at, slot_at, run_at, run_start, run_end, run_slot, active, num_rows, num_slots,
+    slots, row_at, slot_at, run_at, run_start, run_end, row_run, run_slot, counts, num_rows,
+    num_slots,
     ROWS: tl.constexpr, CHUNK: tl.constexpr, WIDE: tl.constexpr, BINS: tl.constexpr,
     BEHIND: tl.constexpr,
 ):  # fmt: skip
@@ -80,7 +93,9 @@ def _order_kernel(
     position = left + earlier
     tl.store(row_at + position, mine, mask=inside)
     tl.store(slot_at + position, tl.where(slot < num_slots, slot, -1), mask=inside)
-    tl.store(run_at + position, tl.gather(number, slot, 0), mask=inside)
+    run = tl.gather(number, slot, 0)
+    tl.store(run_at + position, run, mask=inside)
+    tl.store(row_run + mine, tl.where(slot < num_slots, run, -1), mask=inside)
     tl.store(run_start + position, left, mask=inside)
     tl.store(run_end + position, left + tl.gather(count, slot, 0), mask=inside)
     if tl.program_id(0) == 0:
@@ -88,31 +103,30 @@ def _order_kernel(
         tl.store(run_slot + number, bins, mask=is_run > 0)
         tl.store(run_slot + bins, -1, mask=bins >= runs)
         tl.store(run_slot + BINS + tl.arange(0, BEHIND), tl.full((BEHIND,), -1, tl.int32))
-        tl.store(active, tl.sum(tl.where(bins < num_slots, count, 0), 0))
+        tl.store(counts, tl.sum(tl.where(bins < num_slots, count, 0), 0))
+        tl.store(counts + 1, runs)
 
 
 def order_rows(slots: torch.Tensor, num_slots: int) -> RowOrder:
-    """The arrays of the table above for slots [R], contiguous. One row launches nothing.
-
-    It is launched without dependent launch: all kernels behind it may read it at any point.
-    """
+    """The arrays of the table above for slots [R], contiguous. One row launches nothing."""
     assert num_slots <= MAX_SLOTS, num_slots
     assert slots.is_contiguous(), slots.stride()
     rows, device = slots.shape[0], slots.device
     if rows <= 1:
-        return RowOrder(slots, slots, slots, slots, slots, slots, slots, slots, is_identity=True)
+        same = slots
+        return RowOrder(slots, same, same, same, same, same, same, same, same, is_identity=True)
     bins = power_of_two(num_slots + 2, 16, 4096)
-    at = torch.empty(5, rows, dtype=torch.int32, device=device)
+    at = torch.empty(6, rows, dtype=torch.int32, device=device)
     run_slot = torch.empty(bins + BEHIND, dtype=torch.int32, device=device)
-    active = torch.empty(1, dtype=torch.int32, device=device)
+    counts = torch.empty(2, dtype=torch.int32, device=device)
     block = power_of_two(rows, 16, 32)
     _order_kernel[(triton.cdiv(rows, block),)](
-        slots, *at, run_slot, active, rows, num_slots,
+        slots, *at, run_slot, counts, rows, num_slots,
         ROWS=block, CHUNK=power_of_two(rows, 16, 128), WIDE=power_of_two(rows, 16, 1024),
         BINS=bins, BEHIND=BEHIND,
     )  # fmt: skip
-    row, slot, run, start, end = at
-    return RowOrder(slots, row, slot, run, start, end, run_slot, active, is_identity=False)
+    row, slot, run, start, end, its_run = at
+    return RowOrder(slots, row, slot, run, start, end, its_run, run_slot, counts, is_identity=False)
 
 
 def reference_order(slots: list[int]) -> tuple[list[int], list[int]]:
