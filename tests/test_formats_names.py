@@ -140,6 +140,13 @@ def test_all_missing_halves_are_one_list(tmp_path):
     assert "layers.{0,1}.mlp.experts.{0-2}.down_proj.lora_B.weight (6 keys)" in message
 
 
+def test_a_bias_alone(tmp_path):
+    module = "base_model.model.model.layers.0.self_attn.v_proj"
+    kept = {key: x for key, x in KEYS.items() if "v_proj" not in key}
+    message = refused(tmp_path, {**kept, f"{module}.lora_B.bias": torch.ones(16)})
+    assert f"{module}.lora_{{A,B}}.weight (2 keys)" in message
+
+
 @pytest.mark.parametrize("module", ["self_attn.q_proj", "mlp.experts.1.up_proj"])
 def test_a_magnitude_alone(tmp_path, module):
     key = f"base_model.model.model.layers.0.{module}"

@@ -70,7 +70,7 @@ def test_layers_to_transform(tmp_path):
     refused(tmp_path, r"'q_proj', 'v_proj', but 4 keys (?s:.*)layers\.1\.", "layers.1.", **config)
     warnings = read(tmp_path, "layers.1.", peft_version=None, **config).warnings
     assert "2 modules of the model without factors" in warnings[-1]
-    assert "layers 1 have none at all" in warnings[-1]
+    assert "layer 1 has none at all" in warnings[-1]
 
 
 @pytest.mark.parametrize("names", [["q_proj", "v_proj"], r".*\.(q|v)_proj"])

@@ -147,6 +147,8 @@ def parse_config(raw: dict[str, Any], nemo_version: str | None = None) -> Adapte
         warnings.append(
             f"lora_alpha is not in {CONFIG_NAME}: PEFT's default {DEFAULT_ALPHA:g} used"
         )
+    elif raw["lora_alpha"] == 0 and not raw.get("alpha_pattern"):
+        warnings.append(f"lora_alpha is 0 in {CONFIG_NAME}: the adapter changes nothing")
     _warn_unknown(raw, warnings)
     config = AdapterConfig(
         r=_rank(raw.get("r"), "r") if raw.get("r") is not None else None,

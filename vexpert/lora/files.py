@@ -51,7 +51,10 @@ def read_tensors(folder: Path) -> Tensors:
 
 def _exists(path: Path) -> bool:
     try:
-        return path.exists()
+        is_there = path.exists()
+        if not is_there and path.is_symlink():
+            raise AdapterError(f"{path} is a link that leads nowhere: copy the file itself")
+        return is_there
     except OSError as error:  # a folder that may not be searched
         raise _unreadable(path, error) from None
 
@@ -79,9 +82,12 @@ def check_tensors(source: str, tensors: Tensors) -> None:
 def _read_safetensors(path: Path) -> Tensors:
     try:
         if not path.is_file():
-            raise AdapterError(f"{path} is not a file")
+            what = "not a file" if path.exists() else "missing"
+            raise AdapterError(f"{path} is {what}: copy the whole adapter again")
         content = _content(path)
         return _views(content, parse_header(content))
+    except AdapterError:
+        raise
     except OSError as error:
         raise _unreadable(path, error) from None
     except (ValueError, RecursionError) as error:

@@ -35,15 +35,17 @@ class _Group(NamedTuple):
     is_per_expert: bool
 
 
+Modules = Mapping[str, Factors | ExpertsFactors]
 Members = dict[Numbers, set[int]]  # numbers in the path -> experts; none where not per expert
 
 
 class Gaps:
     """Compares one file's modules with the model's."""
 
-    def __init__(self, targets: TargetMap, factors: Mapping[str, Place]) -> None:
-        """`factors`: place of each module of the file that has factors."""
+    def __init__(self, targets: TargetMap, factors: Mapping[str, Place], modules: Modules) -> None:
+        """`factors`: place of each module of the file that has factors; `modules`: as read."""
         self._targets = targets.targets
+        self._modules = modules
         self._names = factors.keys()
         self._paths: dict[str, dict[Numbers, str]] = {}  # by general path
         for path in targets.targets:
@@ -54,28 +56,44 @@ class Gaps:
 
     def modules(self, selection: Selection) -> list[Gap]:
         """Gaps that target_modules does not explain."""
-        groups = dict(self._groups)
+        groups = {g: m for g, m in self._groups.items() if g.projection not in ("inner", "outer")}
         if not selection.is_open:
-            groups = {g: m for g, m in groups.items() if g.projection not in ("inner", "outer")}
             groups |= {group: {} for group in self._siblings()}
         found = [gap for group, have in groups.items() for gap in self._of(group, have, selection)]
         return found if selection.is_open else [*found, *self._absent(selection)]
 
-    def parameters(
-        self, names: tuple[str, ...], modules: Mapping[str, Factors | ExpertsFactors]
-    ) -> list[Gap]:
-        """Parameters that target_parameters names, without factors in `modules`."""
+    def parameters(self, names: tuple[str, ...]) -> list[Gap]:
+        """Parameters without factors that target_parameters, `names`, means.
+
+        Without names: where the file has PEFT's wrappers of experts, those of other layers.
+        """
+        if not names and not any(g.projection in ("inner", "outer") for g in self._groups):
+            return []
         found = []
+        usual: set[str] = set()
         for path, target in self._targets.items():
-            for key, module, is_there in _parameters(path, target, modules.get(path)):
-                by = next((n for n in names if key == n or key.endswith(f".{n}")), None)
-                if by is not None and not is_there:
+            for key, module, is_there in _parameters(path, target, self._modules.get(path)):
+                if is_there and isinstance(target, ExpertsTarget):
+                    usual.add(split_numbers(key)[0])
+                by = next((n for n in names if key == n or key.endswith(f".{n}")), "")
+                if not is_there and (by or not names):
                     trainers = self._trainers(module)
-                    found.append(Gap("target_parameters", by, trainers, path, True))
-        return found
+                    found.append((key, Gap("target_parameters", by, trainers, path, True)))
+        return [gap for key, gap in found if gap.by or split_numbers(key)[0] in usual]
+
+    def _has(self, path: str, projection: str) -> bool:
+        """Whether factors of this projection were read, in whatever format."""
+        module = self._modules.get(path)
+        if not isinstance(module, ExpertsFactors):
+            return module is not None
+        if projection == "gate_up":
+            return module.gate is not None or module.up is not None
+        return getattr(module, projection) is not None
 
     def _of(self, group: _Group, have: Members, selection: Selection) -> Iterable[Gap]:
         for numbers, path in self._paths.get(group.path, {}).items():
+            if numbers not in have and self._has(path, group.projection):
+                continue  # in another format
             for missing in self._missing(group, path, have.get(numbers)):
                 name = fill(group.name, (*numbers, *missing))
                 by = "" if selection.is_open else selection.chosen(name)

@@ -30,7 +30,7 @@ def check_halves(placed: Placed) -> None:
 def _missing(piece: Piece) -> list[str]:
     """The keys that belong to a lonely piece."""
     other = partner(piece.key)
-    if other is not None:
+    if other is not None and any(piece.part in kind for kind in _KINDS):
         return [other]
     head = piece.key.rpartition(".lora_")[0]
     return [f"{head}.lora_A.weight", f"{head}.lora_B.weight"]

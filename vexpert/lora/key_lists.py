@@ -7,6 +7,7 @@ from math import prod
 from typing import NamedTuple
 
 MOST_LINES = 40  # of one message
+MOST_LETTERS = 500  # of one line
 
 HOLE = "\0"  # stands for a number in a general name
 _NUMBER = re.compile(r"(?<=\.)(?:0|[1-9][0-9]{0,8})(?=\.|$)")
@@ -59,9 +60,10 @@ def key_lines(keys: Iterable[str], noun: str = "key", plural: str = "") -> str:
 
 
 def limited(lines: list[str]) -> str:
-    """Lines as one text, the first MOST_LINES of them."""
+    """Lines as one text, the first MOST_LINES of them, each cut where it is very long."""
     more = len(lines) - MOST_LINES
-    return "\n".join([*lines[:MOST_LINES], *([f"  and {more} more lines"] if more > 0 else [])])
+    cut = [line if len(line) <= MOST_LETTERS else line[:MOST_LETTERS] + "..." for line in lines]
+    return "\n".join([*cut[:MOST_LINES], *([f"  and {more} more lines"] if more > 0 else [])])
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

@@ -99,8 +99,8 @@ def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> No
 
 def _check_factors(config: AdapterConfig, targets: TargetMap, found: Found) -> list[str]:
     """Warnings of modules without factors; AdapterError where PEFT would have saved them."""
-    gaps = Gaps(targets, found.factors)
-    lost = gaps.parameters(config.target_parameters, found.modules)
+    gaps = Gaps(targets, found.factors, found.modules)
+    lost = gaps.parameters(config.target_parameters)
     notes = []
     try:
         lost += gaps.modules(Selection(config))
@@ -169,7 +169,8 @@ def _gap_warning(field: str, gaps: list[Gap], layers: Set[int | None]) -> str:
     groups = [group.text for group in grouped(gap.name for gap in gaps)]
     more = ", ..." if len(groups) > 3 else ""
     gone = sorted({n for n in (layer_of(gap.path) for gap in gaps) if n is not None} - layers)
-    note = f"; layers {spans(gone)} have none at all" if gone else ""
+    whose = f"layer {gone[0]} has" if len(gone) == 1 else f"layers {spans(gone)} have"
+    note = f"; {whose} none at all" if gone else ""
     return f"{what}: {', '.join(groups[:3])}{more}{note}"
 
 

@@ -74,7 +74,8 @@ def read_adapter(
         _check_layout_used(context, lora_B_layout)
         require_supported(weights.extras, supported, context.examples)
     except AdapterError as error:
-        raise AdapterError(_encodable(f"{source}: {error}")) from error
+        known = str(error).startswith(str(source))  # a file's error names its path
+        raise AdapterError(_encodable(str(error) if known else f"{source}: {error}")) from error
     return replace(weights, warnings=tuple(map(_encodable, _warnings(context))))
 
 
