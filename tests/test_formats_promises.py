@@ -88,6 +88,7 @@ def test_one_layer_of_a_linear(tmp_path, names):
 
 def test_one_layer_of_the_experts(tmp_path):
     refused(tmp_path, r"experts\.gate_up_proj'(?s:.*)full names", "layers.1.mlp.experts")
+    refused(tmp_path, r"4 keys(?s:.*)1\.mlp\.experts\.base_layer\.lora", "layers.1.mlp.experts")
     full = [f"model.layers.0.mlp.experts.{name}" for name in ("gate_up_proj", "down_proj")]
     assert read(tmp_path, "layers.1.mlp.experts", target_parameters=full).warnings == ()
 
@@ -264,3 +265,15 @@ def test_another_base_model_is_told(tmp_path, named, served, warns):
 def test_wrappers_are_no_other_model(tmp_path, name):
     folder = save(tmp_path, KEYS, **PEFT, auto_mapping={"base_model_class": name})
     assert read_adapter(folder, TARGETS).modules
+
+
+def test_layers_in_two_formats_have_no_gaps(tmp_path):
+    fused = {key: x for key, x in fused_keys(WANTED, TARGETS).items() if "layers.0" in key}
+    single = {key: x for key, x in per_expert_keys(WANTED, TARGETS).items() if "layers.1" in key}
+    nothing = {"target_modules": None, "target_parameters": None}
+    assert read(tmp_path, keys={**fused, **single}, **nothing).warnings == ()
+    (warning,) = read(tmp_path, "layers.1", keys=fused_keys(WANTED, TARGETS), **nothing).warnings
+    assert "2 modules of the model without factors" in warning
+    assert (
+        "unchanged: model.layers.1.mlp.experts.base_layer, model.layers.1.mlp.experts;" in warning
+    )

@@ -72,13 +72,16 @@ class Gaps:
         found = []
         usual: set[str] = set()
         for path, target in self._targets.items():
-            for key, module, is_there in _parameters(path, target, self._modules.get(path)):
+            rows = list(_parameters(path, target, self._modules.get(path)))
+            chosen = [_chosen(names, key) for key, _ in rows]
+            for at, (key, is_there) in enumerate(rows):
                 if is_there and isinstance(target, ExpertsTarget):
                     usual.add(split_numbers(key)[0])
-                by = next((n for n in names if key == n or key.endswith(f".{n}")), "")
-                if not is_there and (by or not names):
-                    trainers = self._trainers(module)
-                    found.append((key, Gap("target_parameters", by, trainers, path, True)))
+                if not is_there and (chosen[at] or not names):
+                    # Of two wrapped parameters the first has the inner wrapper.
+                    others = [chosen[i] or there or not names for i, (_, there) in enumerate(rows)]
+                    name = self._trainers(path) + (".base_layer" if any(others[at + 1 :]) else "")
+                    found.append((key, Gap("target_parameters", chosen[at], name, path, True)))
         return [gap for key, gap in found if gap.by or split_numbers(key)[0] in usual]
 
     def _has(self, path: str, projection: str) -> bool:
@@ -182,18 +185,20 @@ def _prefixes(factors: Mapping[str, Place]) -> tuple[str, str]:
 
 def _parameters(
     path: str, target: object, factors: Factors | ExpertsFactors | None
-) -> Iterable[tuple[str, str, bool]]:
-    """(parameter, module that PEFT's keys name, whether it has factors) of one module."""
+) -> Iterable[tuple[str, bool]]:
+    """(parameter, whether it has factors) of one module, in order of declaration."""
     if not isinstance(target, ExpertsTarget):
-        yield f"{path}.weight", path, factors is not None
+        yield f"{path}.weight", factors is not None
         return
     pair = factors if isinstance(factors, ExpertsFactors) else ExpertsFactors()
     first = "gate_up_proj" if target.has_gate else "up_proj"
-    is_there = pair.up is not None or pair.gate is not None
-    # With two parameters the first one's wrapper is the inner one; missing alone, it was that.
-    inner = ".base_layer" if pair.down is not None else ""
-    yield f"{path}.{first}", f"{path}{inner}", is_there
-    yield f"{path}.down_proj", path, pair.down is not None
+    yield f"{path}.{first}", pair.up is not None or pair.gate is not None
+    yield f"{path}.down_proj", pair.down is not None
+
+
+def _chosen(names: tuple[str, ...], key: str) -> str:
+    """The name in target_parameters that means the parameter `key`, or ""."""
+    return next((name for name in names if key == name or key.endswith(f".{name}")), "")
 
 
 def _stack(general: str) -> str:
