@@ -63,7 +63,7 @@ def count_splits(shape: DecodeShape, programs: int, most_keys: int) -> int:
 @triton.jit
 def _add_up(
     out, part_out, part_peak, part_total, row, first_row, heads_left, used, stride_h,
-    splits, DV: tl.constexpr, BLOCK_S: tl.constexpr, UNROLL: tl.constexpr,
+    splits, DV: tl.constexpr, BLOCK_S: tl.constexpr, GROUP: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_DV: tl.constexpr,
 ):  # fmt: skip
     """Out of ROWS heads from their runs, in order; `row`: of the first in the parts."""
@@ -78,16 +78,20 @@ def _add_up(
     peak = tl.where(peak == float("-inf"), 0.0, peak)
     totals = tl.load(part_total + all_at, mask=exist, other=0.0, cache_modifier=".cg")
     total = tl.sum(totals * tl.exp2(peaks - peak[None, :]), 0)
-    acc = tl.zeros((ROWS, BLOCK_DV), dtype=tl.float32)
-    filled = mine[:, None] & (column < DV)[None, :]
-    for split in tl.range(0, used, loop_unroll_factor=UNROLL):
-        at = (row + head) * splits + split
-        weight = tl.load(part_peak + at, mask=mine, other=float("-inf"), cache_modifier=".cg")
-        cell = at.to(tl.int64)[:, None] * DV + column[None, :]
-        part = tl.load(part_out + cell, mask=filled, other=0.0, cache_modifier=".cg")
-        acc += part * tl.exp2(weight - peak)[:, None]
-    acc = acc / tl.where(mine, total, 1.0)[:, None]
+    sums = tl.zeros((GROUP, ROWS, BLOCK_DV), dtype=tl.float32)  # one sum at the end: no barriers
+    for first in range(0, used, GROUP):
+        split = first + tl.arange(0, GROUP)
+        at = (row + head[None, :]) * splits + split[:, None]
+        there = mine[None, :] & (split < used)[:, None]
+        cell = at.to(tl.int64)[:, :, None] * DV + column[None, None, :]
+        within = there[:, :, None] & (column < DV)[None, None, :]
+        part = tl.load(part_out + cell, mask=within, other=0.0, cache_modifier=".cg")
+        weight = tl.load(part_peak + at, mask=there, other=float("-inf"), cache_modifier=".cg")
+        weight = tl.exp2(weight - peak[None, :])
+        sums += part * weight[:, :, None]
+    acc = tl.sum(sums, 0) / tl.where(mine, total, 1.0)[:, None]
     target = out + first_row + head[:, None] * stride_h + column[None, :]
+    filled = mine[:, None] & (column < DV)[None, :]
     tl.store(target, acc.to(out.dtype.element_ty), mask=filled)
 
 
@@ -101,7 +105,7 @@ def _decode_kernel(
     HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    UNROLL: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     parts: tl.constexpr = (GROUP_SIZE + BLOCK_H - 1) // BLOCK_H
@@ -173,7 +177,7 @@ def _decode_kernel(
             first_row = token * stride_ot + first_head * stride_oh
             _add_up(
                 out, part_out, part_peak, part_total, line, first_row, heads_left, used,
-                stride_oh, splits, DV, BLOCK_S, UNROLL, ROWS, BLOCK_DV,
+                stride_oh, splits, DV, BLOCK_S, GROUP, ROWS, BLOCK_DV,
             )  # fmt: skip
             tl.store(arrival, 0)
 
@@ -241,7 +245,8 @@ def paged_decode(
         BLOCK_D=power_of_two(sizes.width, 16, 1024),
         BLOCK_DV=block_dv,
         BLOCK_N=shape.block_n,
-        UNROLL=8,
+        # [GROUP, ROWS, BLOCK_DV] float32 lie in registers
+        GROUP=max(1, min(8, 64 * 32 * shape.num_warps // (rows * block_dv))),
         PRECISION=dot_precision(query.dtype),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,

@@ -65,12 +65,13 @@ def paged_attention(
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[2])
     plan = choose_attention(width, query.dtype, query.device)
+    decode = plan.decode_of(batch.num_sequences * keys.shape[1])
     if batch.max_query_len == 1:
-        paged_decode(query, keys, values, batch, how, out, plan.decode)
+        paged_decode(query, keys, values, batch, how, out, decode)
         return out
     both = batch.num_sequences > 1 and how.most_keys(batch.max_kv_len) >= plan.split_mixed_from
     if both:
-        paged_decode(query, keys, values, batch, how, out, plan.decode)
+        paged_decode(query, keys, values, batch, how, out, decode)
     paged_prefill(query, keys, values, batch, how, out, plan.prefill, least_len=2 if both else 1)
     return out
 
@@ -97,6 +98,7 @@ def write_cache(
     What is not finite becomes zero; tokens with a negative row are not written.
     """
     from vexpert.kernels.cache_write import write_cache as launch  # needs Triton
+    from vexpert.ops.attention_plan import can_use_pdl
 
     _check(key, keys, values, 1)
-    launch(key, value, cache_rows, keys, values)
+    launch(key, value, cache_rows, keys, values, can_use_pdl(key.device))

@@ -19,24 +19,39 @@ from vexpert.kernels.paged_prefill import PrefillShape
 class AttentionPlan:
     """One choice."""
 
-    decode: DecodeShape
+    decode: DecodeShape  # few sequences: latency counts
+    crowded: DecodeShape  # without any split there are more programs than `decode.programs`
     prefill: PrefillShape
     # A step of decodes and chunks runs both kernels if a context may be this long: the prefill
     # kernel does not split keys, and one long decode would hold up the step.
     split_mixed_from: int = 1024
 
+    def decode_of(self, programs: int) -> DecodeShape:
+        """For `programs`: sequences times KV heads."""
+        return self.decode if programs <= self.decode.programs else self.crowded
 
-# kind -> (widest padded head, plan)
+
+# kind -> (widest head, plan); shapes: keys of a step, least keys of a run, programs, warps, stages
+_WIDE, _WIDEST = DecodeShape(64, 256, 132, 4, 2), DecodeShape(32, 256, 132, 4, 2)
+_SLOW, _SLOWER = DecodeShape(32, 256, 132, 4, 2), DecodeShape(32, 256, 132, 4, 1)
+_SLOWEST = DecodeShape(16, 256, 132, 4, 1)
 PLANS = {
     "half": (
-        (128, AttentionPlan(DecodeShape(64, 256, 264, 4, 5), PrefillShape(128, 64, 8, 3))),
-        (256, AttentionPlan(DecodeShape(64, 256, 132, 4, 2), PrefillShape(64, 64, 8, 2))),
-        (512, AttentionPlan(DecodeShape(32, 256, 132, 4, 2), PrefillShape(32, 32, 8, 1))),
+        (
+            128,
+            AttentionPlan(
+                DecodeShape(128, 256, 264, 4, 2, pdl=True),
+                DecodeShape(64, 256, 264, 4, 2, pdl=True),
+                PrefillShape(64, 32, 4, 3, pdl=True),
+            ),
+        ),
+        (256, AttentionPlan(_WIDE, _WIDE, PrefillShape(64, 64, 8, 2))),
+        (512, AttentionPlan(_WIDEST, _WIDEST, PrefillShape(32, 32, 8, 1))),
     ),
     "float32": (
-        (128, AttentionPlan(DecodeShape(32, 256, 132, 4, 2), PrefillShape(16, 16, 4, 2))),
-        (256, AttentionPlan(DecodeShape(32, 256, 132, 4, 1), PrefillShape(16, 16, 4, 1))),
-        (512, AttentionPlan(DecodeShape(16, 256, 132, 4, 1), PrefillShape(16, 16, 4, 1))),
+        (128, AttentionPlan(_SLOW, _SLOW, PrefillShape(16, 16, 4, 2))),
+        (256, AttentionPlan(_SLOWER, _SLOWER, PrefillShape(16, 16, 4, 1))),
+        (512, AttentionPlan(_SLOWEST, _SLOWEST, PrefillShape(16, 16, 4, 1))),
     ),
 }
 
@@ -44,17 +59,20 @@ PLANS = {
 @cache
 def choose_attention(width: int, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
     """For heads of `width`: the larger of d and dv, at most 512."""
-    can_use_pdl = _can_use_pdl(device)
     rows = PLANS["float32" if dtype == torch.float32 else "half"]
     plan = next(plan for most, plan in rows if width <= most)
+    if can_use_pdl(device):
+        return plan
     return replace(
         plan,
-        decode=replace(plan.decode, pdl=plan.decode.pdl and can_use_pdl),
-        prefill=replace(plan.prefill, pdl=plan.prefill.pdl and can_use_pdl),
+        decode=replace(plan.decode, pdl=False),
+        crowded=replace(plan.crowded, pdl=False),
+        prefill=replace(plan.prefill, pdl=False),
     )
 
 
-def _can_use_pdl(device: torch.device) -> bool:
+@cache
+def can_use_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch: from compute capability 9.0 on."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:
         return False
