@@ -22,6 +22,7 @@ from vexpert.lora.pool import SlotPool
 from vexpert.models.fused_attention import FusedAttention
 from vexpert.models.fused_layer import FusedLayer
 from vexpert.models.fused_norm import FusedNorm, recognise_norm
+from vexpert.models.fused_rotary import FusedRotary
 from vexpert.models.fused_router import FusedRouter
 from vexpert.models.loader import serve
 from vexpert.models.types import StepInput
@@ -105,6 +106,7 @@ def test_what_is_fused(model_type: str) -> None:
         norms = [type(module) for module in served.model.modules()]
         total = sum(kind.__name__.endswith("Norm") for kind in norms)
         assert counts(served) == (total, 2, WHOLE[model_type], 2)
+        assert len(forwards(served, FusedRotary)) == 1
         assert all(layer.parts.following for layer in forwards(served, FusedLayer))
     if model_type in PLAYED:
         want = reference_logits(tiny_model(model_type), SEQUENCES)
