@@ -40,7 +40,7 @@ def add_residual(x, residual, multiplier, SCALE: tl.constexpr, dtype: tl.constex
     return (x + residual).to(dtype).to(tl.float32)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_rows"])  # one compilation for every number of tokens
 def _rms_norm_kernel(
     x,
     residual,

@@ -218,8 +218,10 @@ def _head_blocks(heads: Heads, tokens: int) -> tuple[int, int, str]:
     norm, block_d = heads.q_norm, power_of_two(heads.width, 16, 1024)
     if norm is not None and norm.width != heads.width:
         return power_of_two(heads.num_q, 1, 512), power_of_two(heads.num_kv, 1, 512), "all"
-    # Few tokens: a head a program, for their number; many: 1024 elements, for their size.
-    most = 1 if tokens <= 32 else max(1, 1024 // block_d)
+    # Few tokens: a head a program, for their number; many: 1024 elements, for their size. The
+    # interpreter runs one program after another.
+    few = tokens <= 32 and not triton.knobs.runtime.interpret
+    most = 1 if few else max(1, 1024 // block_d)
     q_block, kv_block = (power_of_two(count, 1, most) for count in (heads.num_q, heads.num_kv))
     return q_block, kv_block, "none" if norm is None else "head"
 

@@ -18,8 +18,10 @@ from vexpert.models.fused_attention import PROJECTIONS, FusedAttention, recognis
 from vexpert.models.fused_layer import FusedLayer, recognise_layer
 from vexpert.models.fused_norm import FusedNorm, recognise_norm
 from vexpert.models.fused_record import Records, record
+from vexpert.models.fused_rotary import FusedRotary, recognise_rotary
 from vexpert.models.fused_router import FusedRouter, recognise_router
 from vexpert.models.probe import Probe
+from vexpert.models.support import longest_context
 from vexpert.models.targets import is_router
 from vexpert.ops.backend import LoraBackend
 
@@ -35,6 +37,7 @@ class Fusions:
         self.pdl = pdl
         self.norms: dict[nn.Module, FusedNorm] = {}
         self.attentions: dict[nn.Module, FusedAttention] = {}
+        self.rotaries: dict[nn.Module, FusedRotary] = {}
         self.routers: dict[nn.Module, FusedRouter] = {}
         self.layers: dict[nn.Module, FusedLayer] = {}
         self.kept: Counter[str] = Counter()
@@ -48,6 +51,7 @@ class Fusions:
         parts: tuple[dict[nn.Module, Any], ...] = (
             self.norms,
             self.attentions,
+            self.rotaries,
             self.routers,
             self.layers,
         )
@@ -90,6 +94,7 @@ def fuse(
     records = record(model, modules, cache_name, seen.vocab_size)
     _fuse_norms(model, fusions)
     _fuse_attention(modules, records, fusions)
+    _fuse_rotaries(model, records, fusions)
     _fuse_routers(model, experts, records, fusions)
     of_module = {model.get_submodule(path): layer for path, layer in experts.items()}
     _fuse_layers(model, modules, records, of_module, fusions)
@@ -121,6 +126,17 @@ def _fuse_attention(modules: Iterable[nn.Module], records: Records, fusions: Fus
         else:
             fusions.attentions[module] = found
             likely = found.rope
+
+
+def _fuse_rotaries(model: Any, records: Records, fusions: Fusions) -> None:
+    longest = longest_context(model.config)
+    for module in model.modules():
+        if type(module).__name__.endswith("RotaryEmbedding"):
+            found = recognise_rotary(module, records, longest)
+            if isinstance(found, str):
+                fusions.keep(module, found)
+            else:
+                fusions.rotaries[module] = found
 
 
 def _fuse_routers(

@@ -133,14 +133,10 @@ def _agrees(fused: FusedAttention, call: Call, given: AttentionInputs) -> bool:
     """Whether queries, keys and values equal those that the module gave to attention."""
     want = [part[0].transpose(0, 1) for part in (given.query, given.key, given.value)]
     tokens, heads = want[0].shape[0], fused.heads
-    shapes = heads.q_norm, heads.k_norm
-    widths = [norm.width for norm in shapes if norm is not None]
-    fits: tuple[list[int], ...] = (
-        [heads.width] * 2,
-        [heads.num_q * heads.width, heads.num_kv * heads.width],
-        [],
-    )
-    if widths not in fits:
+    found = heads.q_norm, heads.k_norm
+    widths = tuple(norm.width for norm in found if norm is not None)
+    d = heads.width
+    if widths not in ((), (d, d), (heads.num_q * d, heads.num_kv * d)):
         return False
     rows = torch.arange(tokens, device=call.hidden.device)
     keys, values = (
