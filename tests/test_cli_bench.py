@@ -137,6 +137,10 @@ def test_floor_of_the_bytes_is_the_published_one() -> None:
         assert step_bytes(shape, batch, adapters, 16, 112).share == pytest.approx(share, abs=0.01)
 
 
+def test_shapes_are_bfloat16_unless_told_otherwise() -> None:
+    assert find_model_shape("tiny").config().to_dict()["dtype"] == "bfloat16"
+
+
 def test_a_shape_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
     words = ["bench", "throughput", "--shape", "tiny", "--num-prompts", "3", "--adapters", "0", "3",
              "--output-len", "2", "--input-len", "4", "--repeats", "1", "--lora-rank", "4",

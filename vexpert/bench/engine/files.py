@@ -48,6 +48,7 @@ class ModelShape:
             eos_token_id=1,
             pad_token_id=0,
             architectures=["Qwen3MoeForCausalLM"],
+            dtype="bfloat16",  # what "auto" means for a model without weights
         )
 
     def linears(self) -> dict[str, tuple[int, int]]:
