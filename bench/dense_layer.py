@@ -11,15 +11,16 @@ import itertools
 import sys
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
+from typing import TextIO
 
 import torch
 from torch.nn import functional
 from triton.runtime.errors import OutOfResources
 
-from vexpert.bench.timer import GraphTimer
+from vexpert.bench.timer import Call, GraphTimer
 from vexpert.kernels.common import can_use_pdl
 from vexpert.kernels.dense_expand import dense_expand
-from vexpert.kernels.dense_order import RowOrder
+from vexpert.kernels.dense_order import RowOrder, order_rows
 from vexpert.kernels.dense_shrink import DenseShrink, dense_shrink
 from vexpert.kernels.dense_tiles import DenseTile
 from vexpert.ops.backend import select_backend
@@ -104,76 +105,62 @@ def make_cell(layer: str, rows: int, adapters: int, rank: int, base_share: float
 
 def tiles(rows: int) -> Iterator[DenseTile]:
     """Products worth comparing."""
+    shapes: list[tuple[int, ...]] = []
     if rows <= 16:
-        shapes = [(16, 16, 128, 4, 5), (16, 16, 256, 4, 4), (16, 32, 128, 4, 5), (16, 32, 256, 4, 3),
-                  (16, 32, 64, 4, 6), (16, 64, 128, 4, 4), (16, 64, 64, 4, 5), (16, 16, 512, 4, 3)]  # fmt: skip
+        shapes = [(16, 64, 128, 4, 4), (16, 32, 128, 4, 5), (16, 16, 256, 4, 4),
+                  (16, 32, 256, 4, 3), (16, 64, 64, 4, 6), (16, 16, 128, 4, 6)]  # fmt: skip
     elif rows <= 32:
-        shapes = [(32, 16, 128, 4, 5), (32, 32, 128, 4, 4), (32, 32, 256, 4, 3), (32, 64, 128, 4, 4),
-                  (32, 64, 64, 4, 5), (32, 16, 256, 4, 3)]  # fmt: skip
+        shapes = [(32, 32, 128, 4, 4), (32, 64, 128, 4, 4), (32, 16, 128, 4, 5)]
     elif rows <= 128:
-        shapes = [(128, 32, 128, 4, 4), (128, 32, 64, 4, 6), (128, 64, 64, 4, 5), (128, 64, 128, 8, 3),
-                  (64, 32, 128, 4, 4), (64, 64, 128, 4, 4), (64, 64, 64, 4, 6)]  # fmt: skip
-    elif rows <= 1024:
-        shapes = [(128, 128, 64, 8, 4), (128, 64, 64, 4, 4), (64, 128, 64, 4, 4)]
-    else:
-        shapes = [(128, 128, 64, 8, 4), (128, 256, 64, 8, 3), (128, 128, 64, 4, 4)]
+        shapes = [(128, 64, 128, 8, 3), (64, 64, 64, 4, 6), (64, 32, 128, 4, 4)]
     for m, n, k, warps, stages in shapes:
         yield DenseTile(m, n, k, warps, stages)
 
 
-def groups(rows: int, rank: int) -> tuple[int, ...]:
-    if rank > 16:
-        return (1, 2)
-    return (1,) if rows == 1 else (2, 4, 8) if rows <= 128 else (1, 4)
-
-
 def shrinks(rows: int) -> list[DenseShrink]:
+    """Shrinks worth comparing."""
     if rows == 1:
-        return [DenseShrink(True, 16, 16, planes, k, 4, stages)
-                for planes, k, stages in ((4, 256, 2), (8, 256, 2), (16, 128, 2), (2, 256, 3))]  # fmt: skip
+        given = [(4, 256, 4, 2), (8, 256, 4, 2), (16, 128, 4, 2), (4, 128, 4, 4)]
+        return [DenseShrink(True, 16, 16, *rest) for rest in given]
     if rows <= 128:
-        return [DenseShrink(True, 16, cols, planes, 128, warps, 4)
-                for cols, planes, warps in ((16, 1, 4), (16, 2, 4), (16, 4, 4), (16, 8, 4), (64, 4, 4))]  # fmt: skip
+        given = [(1, 128, 4, 4), (2, 128, 4, 4), (4, 128, 4, 4), (8, 128, 4, 4), (8, 256, 4, 2)]
+        return [DenseShrink(True, 16, 16, *rest) for rest in given]
     return [
-        DenseShrink(True, 16, 64, 1, 128, 4, 4), DenseShrink(False, 64, 64, 1, 64, 4, 4),
-        DenseShrink(False, 32, 64, 1, 128, 4, 3), DenseShrink(False, 64, 64, 2, 64, 4, 4),
-        DenseShrink(False, 64, 16, 1, 128, 4, 4), DenseShrink(False, 128, 64, 1, 64, 8, 3),
+        DenseShrink(False, 64, 16, 1, 128, 4, 4), DenseShrink(False, 32, 16, 1, 128, 4, 4),
+        DenseShrink(False, 32, 64, 1, 128, 4, 4), DenseShrink(False, 64, 64, 4, 64, 4, 4),
+        DenseShrink(False, 32, 16, 4, 128, 4, 4), DenseShrink(False, 128, 64, 4, 64, 4, 4),
     ]  # fmt: skip
 
 
-def expands(rows: int, rank: int) -> list[DenseTile]:
+def expands(rows: int) -> list[DenseTile]:
+    """Expands worth comparing."""
     if rows == 1:
-        return [DenseTile(16, n, 0, 4, 1, 1) for n in (32, 64, 128)]
+        return [DenseTile(16, n, 0, 4, 1, 1) for n in (64, 128)]
     if rows <= 128:
-        many = 1 if rank > 16 else 4
-        return [DenseTile(16, 64, 0, 4, 1, many), DenseTile(16, 128, 0, 4, 1, many),
-                DenseTile(16, 128, 0, 4, 1, 2 * many), DenseTile(32, 128, 0, 4, 1, 2 * many)]  # fmt: skip
-    return [DenseTile(64, 128, 0, 4, 1, 1), DenseTile(128, 128, 0, 8, 1, 1),
-            DenseTile(64, 256, 0, 4, 1, 1), DenseTile(32, 128, 0, 4, 1, 1), DenseTile(64, 64, 0, 4, 1, 1)]  # fmt: skip
+        return [DenseTile(16, 64, 0, 4, 1, 1, True), DenseTile(16, 128, 0, 4, 1, 1, True),
+                DenseTile(16, 256, 0, 4, 1, 1, True), DenseTile(16, 128, 0, 4, 1, 8),
+                DenseTile(16, 64, 0, 2, 1, 1, True)]  # fmt: skip
+    return [DenseTile(64, 128, 0, 4, 1, 1), DenseTile(64, 64, 0, 4, 1, 1),
+            DenseTile(32, 128, 0, 4, 1, 1), DenseTile(128, 64, 0, 4, 1, 1),
+            DenseTile(32, 256, 0, 4, 1, 1), DenseTile(64, 128, 0, 8, 1, 1)]  # fmt: skip
 
 
-def contenders(cell: Cell, sweep: bool) -> dict[str, object]:
+def contenders(cell: Cell, sweep: bool) -> dict[str, Call]:
     """Name -> call; base first. "base X" has its adapters' counterpart in "lora X"."""
     x, weight, lora, order, plan = cell.x, cell.weight, cell.lora, cell.order, cell.plan
-    rows, rank = x.shape[0], lora.tables[0].host_rank[0]
+    rows = x.shape[0]
     backend = select_backend("triton", DEVICE, DTYPE)
     source = x.clone()
     factors = find_factors(lora)
     library = replace(plan, linear=None)
-    calls: dict[str, object] = {}
+    calls: dict[str, Call] = {}
 
-    def add(name: str, call: object) -> None:
+    def add(name: str, call: Call) -> None:
         def step() -> torch.Tensor:
             torch.add(source, 0, out=x)  # makes the layer's input
-            return call()  # type: ignore[operator,no-any-return]
+            return call()
 
         calls[name] = step
-
-    def shrink_first(how: DensePlan) -> torch.Tensor:
-        h = dense_shrink(x, order, factors[0], how.shrink, can_use_pdl(x.device))
-        y = functional.linear(x, weight)
-        dense_expand(h, order, factors[0], how.expand, y, can_use_pdl(x.device))
-        return y
 
     def old() -> torch.Tensor:
         y = functional.linear(x, weight)
@@ -187,35 +174,57 @@ def contenders(cell: Cell, sweep: bool) -> dict[str, object]:
         return lambda: packed_linear(x, weight, None, given, order, how)
 
     _ = lora.routing.blocks  # type: ignore[attr-defined]
+    apart = replace(library, fork=False)
     add("base library", with_plan(library, None))
-    add("lora library", with_plan(library, lora))
-    add("lora library shrink-first", lambda: shrink_first(library))
+    add("lora library", with_plan(apart, lora))
+    add("lora library forked", with_plan(replace(library, fork=True), lora))
     add("lora old", old)
     if plan.linear is not None:
         add("base plan", with_plan(plan, None))
         add("lora plan", with_plan(plan, lora))
     if not sweep:
         return calls
-    given = groups(rows, rank)
+    h, y = dense_shrink(x, order, factors[0], plan.shrink), functional.linear(x, weight)
+    add("part nothing", lambda: y)
+    add("part order", lambda: order_rows(cell.slots, SLOTS).row)
+    add(
+        "part shrink",
+        lambda: dense_shrink(x, order, factors[0], plan.shrink, can_use_pdl(x.device)),
+    )
+    add(
+        "part expand",
+        lambda: dense_expand(h, order, factors[0], plan.expand, y, can_use_pdl(x.device)) or y,
+    )
     for tile in tiles(rows):
-        how = replace(plan, linear=replace(tile, group=given[-1]))
+        how = replace(plan, linear=replace(tile, group=8))
         add(f"base {short(tile)}", with_plan(how, None))
         add(f"lora {short(tile)}", with_plan(how, lora))
-    first = next(tiles(rows)) if plan.linear is None else plan.linear
-    for group in given[:-1]:
-        how = replace(plan, linear=replace(first, group=group))
-        add(f"lora group {group} of {short(first)}", with_plan(how, lora))
     for shrink in shrinks(rows):
-        how = replace(plan, linear=replace(first, group=given[-1]), shrink=shrink)
-        add(f"lora shrink {short(shrink)} of {short(first)}", with_plan(how, lora))
-        add(
-            f"lora library shrink {short(shrink)}", with_plan(replace(library, shrink=shrink), lora)
-        )
-    for expand in expands(rows, rank):
-        add(
-            f"lora library expand {short(expand)}", with_plan(replace(library, expand=expand), lora)
-        )
+        if plan.linear is not None:
+            add(f"lora plan, shrink {short(shrink)}", with_plan(replace(plan, shrink=shrink), lora))
+        how = replace(library, shrink=shrink, fork=True)
+        add(f"lora library forked, shrink {short(shrink)}", with_plan(how, lora))
+        add(f"part shrink {short(shrink)}", part_shrink(cell, shrink))
+    for expand in expands(rows):
+        how = replace(library, expand=expand, fork=True)
+        add(f"lora library forked, expand {short(expand)}", with_plan(how, lora))
+    if rows > 1024:
+        add("lora added before the product", lambda: before(cell, plan))
     return calls
+
+
+def part_shrink(cell: Cell, shrink: DenseShrink) -> Call:
+    factors = find_factors(cell.lora)[0]
+    return lambda: dense_shrink(cell.x, cell.order, factors, shrink, can_use_pdl(cell.x.device))
+
+
+def before(cell: Cell, plan: DensePlan) -> torch.Tensor:
+    """Deltas in a new matrix, to which the library then adds its product."""
+    factors = find_factors(cell.lora)[0]
+    h = dense_shrink(cell.x, cell.order, factors, plan.shrink, can_use_pdl(cell.x.device))
+    y = torch.zeros(cell.x.shape[0], cell.weight.shape[0], dtype=DTYPE, device=DEVICE)
+    dense_expand(h, cell.order, factors, plan.expand, y, can_use_pdl(y.device))
+    return y.addmm_(cell.x, cell.weight.t())
 
 
 def short(plan: DenseTile | DenseShrink) -> str:
@@ -223,11 +232,13 @@ def short(plan: DenseTile | DenseShrink) -> str:
 
 
 def check(cell: Cell, outputs: dict[str, torch.Tensor]) -> float:
-    """The largest relative error of any output's delta against the reference; exits if it is large."""
+    """The largest relative error of any output against the reference; exits if it is large."""
     rows = torch.randperm(cell.x.shape[0], device=DEVICE)[:256]
     base = cell.x[rows].float() @ cell.weight.float().t()
     expected, worst = base + cell.reference(rows), 0.0
     for name, y in outputs.items():
+        if name.startswith("part"):
+            continue
         wanted = base if name.startswith("base") else expected
         error = ((y[rows].float() - wanted).norm() / wanted.norm()).item()
         worst = max(worst, error)
@@ -236,10 +247,10 @@ def check(cell: Cell, outputs: dict[str, torch.Tensor]) -> float:
     return worst
 
 
-def run(name: str, call: object) -> torch.Tensor | None:
+def run(name: str, call: Call) -> torch.Tensor | None:
     """A copy of what `call` gives; None: its tile does not fit this GPU."""
     try:
-        return call().clone()  # type: ignore[operator,no-any-return]
+        return call().clone()
     except OutOfResources as error:
         print(f"{name}: {error}")
         return None
@@ -267,13 +278,13 @@ def main() -> None:
         report(cell, calls, timer, out)
 
 
-def report(cell: Cell, calls: dict[str, object], timer: GraphTimer, out: object) -> None:
+def report(cell: Cell, calls: dict[str, Call], timer: GraphTimer, out: TextIO | None) -> None:
     outputs = {name: run(name, call) for name, call in calls.items()}
     outputs = {name: y for name, y in outputs.items() if y is not None}
     calls = {name: calls[name] for name in outputs}
     worst = check(cell, outputs)
     del outputs
-    times = timer.time_in_turns({name: timer.prepare(call) for name, call in calls.items()})  # type: ignore[arg-type]
+    times = timer.time_in_turns({name: timer.prepare(call) for name, call in calls.items()})
     us = {name: timing.median for name, timing in times.items()}
     fastest = min(value for name, value in us.items() if name.startswith("base"))
     lines = [f"{value:8.2f} {value - fastest:+8.2f}  {name}" for name, value in us.items()]
@@ -284,15 +295,16 @@ def report(cell: Cell, calls: dict[str, object], timer: GraphTimer, out: object)
         cell.lora.tables[i].host_rank[0] * 2 * (s.in_features + s.out_features)
         for i, s in enumerate(sites)
     )
-    plan = us.get("lora plan", us["lora library"]) - us.get("base plan", us["base library"])
+    plan = us.get("lora plan", us["lora library forked"]) - us.get("base plan", us["base library"])
     head = (
-        f"{cell.name}: base library {us['base library']:.1f} fastest {fastest:.1f}; added by plan {plan:+.2f}, "
-        f"best {best[0] - fastest:+.2f} ({best[1]}), old {us['lora old'] - us['base library']:+.1f}, "
+        f"{cell.name}: base library {us['base library']:.1f} fastest {fastest:.1f}; "
+        f"added by plan {plan:+.2f}, best {best[0] - fastest:+.2f} ({best[1]}), "
+        f"old {us['lora old'] - us['base library']:+.1f}, "
         f"floor {moved * active / 4.3e6:.2f}; error {worst:.0e}"
     )
     print(head, flush=True)
     if out is not None:
-        print(head, *lines, sep="\n", file=out, flush=True)  # type: ignore[call-overload]
+        print(head, *lines, sep="\n", file=out, flush=True)
 
 
 if __name__ == "__main__":

@@ -41,12 +41,12 @@ def assert_layer(case: Packed, plan: DensePlan) -> None:
 
 
 @pytest.mark.parametrize("name", PLANS)
-@pytest.mark.parametrize("rows", [1, 2, 33])
+@pytest.mark.parametrize("rows", [1, 2, 21])
 def test_plans(name: str, rows: int) -> None:
     plan = PLANS[name]
     if rows == 1 and not plan.shrink.by_run:
         plan = replace(plan, shrink=RUNS)
-    assert_layer(make_packed(rows, bias=rows % 2 == 0), plan)
+    assert_layer(make_packed(rows, 48, (48, 16, 24), bias=rows % 2 == 0), plan)
 
 
 def test_many_rows() -> None:
@@ -69,12 +69,12 @@ def test_ranks(name: str, rank: int) -> None:
     assert_layer(make_packed(5, 32, (32, 16), max_rank=rank), PLANS[name])
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["groups", "runs"])
 def test_float16(name: str) -> None:
     assert_layer(make_packed(9, 32, (32, 16), dtype=torch.float16), PLANS[name])
 
 
-@pytest.mark.parametrize("name", PLANS)
+@pytest.mark.parametrize("name", ["groups", "chunks", "runs"])
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_no_base_row_or_only_such(name: str, share: float) -> None:
     assert_layer(make_packed(6, 32, (32, 16), base_share=share), PLANS[name])
@@ -83,20 +83,20 @@ def test_no_base_row_or_only_such(name: str, share: float) -> None:
 @pytest.mark.parametrize("name", PLANS)
 def test_faults_are_seen(name: str) -> None:
     """A neighbour's adapter, a lost site, B without its scale."""
-    case, bound = make_packed(12, 32, (16, 8)), 1e-3
+    case, bound = make_packed(6, 32, (16, 8)), 1e-3
     expected = case.reference(True)
     wrong_slots = replace(case, slots=(case.slots + 1) % case.num_slots)
     assert relative_error(run(wrong_slots, PLANS[name], wrong_slots.lora()), expected) > bound
-    lost = make_packed(12, 32, (16, 8))
+    lost = make_packed(6, 32, (16, 8))
     lost.tables[1].packed.zero_()
     assert relative_error(run(lost, PLANS[name], lost.lora()), expected) > bound
-    scaled = make_packed(12, 32, (16, 8))
+    scaled = make_packed(6, 32, (16, 8))
     scaled.tables[0].arena.mul_(0.5)
     assert relative_error(run(scaled, PLANS[name], scaled.lora()), expected) > bound
 
 
 def test_tables_that_are_not_evenly_spaced_go_one_by_one() -> None:
-    case = make_packed(8, 32, (16, 8, 16))
+    case = make_packed(4, 32, (16, 8, 16))
     apart = [replace(table, packed=table.packed.clone()) for table in case.tables]
     lora = replace(case.lora(), tables=tuple(apart))
     assert len(find_factors(case.lora())) == 1

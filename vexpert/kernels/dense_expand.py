@@ -40,15 +40,14 @@ from vexpert.kernels.dense_tiles import (
 
 
 @triton.jit
-def _add_to_rows(
-    total, row, changes, before, block, y, stride_y, inside,
+def _place(
+    row, changes, before, block, y, stride_y, inside,
     COLUMN_ALIGNMENT: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """(addresses, mask) of a tile's elements of y."""
     column = tl.multiple_of(before + block * BLOCK_N, COLUMN_ALIGNMENT) + tl.arange(0, BLOCK_N)
     target = y + row.to(tl.int64)[:, None] * stride_y + column[None, :]
-    stored = changes[:, None] & inside[None, :]
-    total += tl.load(target, mask=stored, other=0.0).to(tl.float32)
-    tl.store(target, total.to(y.dtype.element_ty), mask=stored)
+    return target, changes[:, None] & inside[None, :]
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -79,13 +78,16 @@ def _expand_kernel(
     pdl_wait(PDL)
     if tl.max(changes.to(tl.int32), 0) == 0:
         return
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    target, stored = _place(
+        row, changes, before, block, y, stride_y, inside, COLUMN_ALIGNMENT, BLOCK_N
+    )
+    total = tl.load(target, mask=stored, other=0.0).to(tl.float32)
     total = add_lora(
         total, run0, b_tile0, row, run, first, last, h, run_slot, arena, table, site, n, inside,
         size, num_rows, num_slots, stride_h, IDENTITY, ONE_TILE, PLANES, WIDTH, GROUP, BLOCK_R,
         RANK_STEPS, ALIGNMENT, PRECISION,
     )  # fmt: skip
-    _add_to_rows(total, row, changes, before, block, y, stride_y, inside, COLUMN_ALIGNMENT, BLOCK_N)
+    tl.store(target, total.to(y.dtype.element_ty), mask=stored)
 
 
 @triton.jit(do_not_specialize=["num_rows"])
@@ -115,7 +117,8 @@ def _expand_runs_kernel(
     if rank == 0:
         return
     dtype: tl.constexpr = arena.dtype.element_ty
-    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    target, stored = _place(row, own, before, block, y, stride_y, inside, COLUMN_ALIGNMENT, BLOCK_N)
+    total = tl.load(target, mask=stored, other=0.0).to(tl.float32)
     for step in tl.static_range(RANK_STEPS):
         rows = shrunk_rows(
             h, row, own, site, step, num_rows, stride_h, PLANES, WIDTH, BLOCK_R, dtype
@@ -125,7 +128,7 @@ def _expand_runs_kernel(
                 slot, step * BLOCK_R + r, table, arena, num_slots, n, inside, size, ALIGNMENT
             )
         total = tl.dot(rows, b_tile, total, input_precision=PRECISION)
-    _add_to_rows(total, row, own, before, block, y, stride_y, inside, COLUMN_ALIGNMENT, BLOCK_N)
+    tl.store(target, total.to(y.dtype.element_ty), mask=stored)
 
 
 def dense_expand(

@@ -159,20 +159,37 @@ def _pieces(shape: DenseShrink, part: int, depth: int, factors: DenseFactors, pd
     return pieces if pdl and shape.by_run and even and aligned else 0
 
 
+def _part(depth: int, shape: DenseShrink) -> int:
+    """Depth of one plane's part."""
+    blocks: int = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k)
+    return blocks * shape.block_k
+
+
+def room_for_h(x: torch.Tensor, factors: DenseFactors, shape: DenseShrink) -> torch.Tensor:
+    """Memory for h of x [R, K]."""
+    rows, depth = x.shape
+    planes = triton.cdiv(depth, _part(depth, shape))
+    columns = len(factors.sizes) * factors.width
+    return torch.empty(planes, rows, columns, dtype=torch.float32, device=x.device)
+
+
 def dense_shrink(
-    x: torch.Tensor, order: RowOrder, factors: DenseFactors, shape: DenseShrink, pdl: bool = False
+    x: torch.Tensor,
+    order: RowOrder,
+    factors: DenseFactors,
+    shape: DenseShrink,
+    pdl: bool = False,
+    h: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """h of x [R, K], see the table above."""
+    """h of x [R, K], see the table above; `h`: memory from `room_for_h`, else new."""
     check_matrix("x", x)
     assert x.dtype == factors.arena.dtype, (x.dtype, factors.arena.dtype)
     assert shape.by_run or not order.is_identity
     rows, depth = x.shape
-    sites = len(factors.sizes)
-    part = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k) * shape.block_k
-    planes = triton.cdiv(depth, part)
-    columns = sites * factors.width
+    sites, part = len(factors.sizes), _part(depth, shape)
     pdl = pdl and order.is_settled()
-    h = torch.empty(planes, rows, columns, dtype=torch.float32, device=x.device)
+    h = room_for_h(x, factors, shape) if h is None else h
+    planes, _, columns = h.shape
     programs = rows if shape.by_run else triton.cdiv(rows, shape.block_m)
     _shrink_kernel[(programs, triton.cdiv(columns, shape.cols), planes)](
         x, order.row, order.slot, order.run_start, order.run_end, factors.arena, factors.table, h,

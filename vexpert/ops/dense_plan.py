@@ -35,6 +35,7 @@ class DensePlan:
     linear: DenseTile | None  # of the product with LoRA in it; None: the library's, then `expand`
     shrink: DenseShrink
     expand: DenseTile
+    fork: bool = False  # the shrink beside the library's product, where a graph is captured
 
 
 @cache
@@ -65,4 +66,4 @@ def choose_dense_plan(shape: DenseShape, adapters: int) -> DensePlan:
     tile = None
     if base["tile"] is not None and shape.dtype in DOTS:
         tile = DenseTile(**base["tile"], group=lora["group"])
-    return DensePlan(tile, DenseShrink(**lora["shrink"]), DenseTile(**lora["expand"]))
+    return DensePlan(tile, DenseShrink(**lora["shrink"]), DenseTile(**lora["expand"]), lora["fork"])

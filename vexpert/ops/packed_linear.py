@@ -3,10 +3,13 @@
 | rows | launches |
 |---|---|
 | few | shrink; product with LoRA in it |
-| many | shrink; the library's product; expand, which adds in place |
+| more | the library's product, in a graph with the shrink beside it; expand, which adds in place |
+| many | the library's product; shrink; expand |
 """
 
 from dataclasses import replace
+from functools import cache
+from typing import Any
 
 import torch
 import triton
@@ -16,10 +19,12 @@ from vexpert.kernels.common import can_use_pdl
 from vexpert.kernels.dense_expand import dense_expand
 from vexpert.kernels.dense_linear import DenseLora, dense_linear
 from vexpert.kernels.dense_order import MAX_SLOTS, RowOrder
-from vexpert.kernels.dense_shrink import dense_shrink
+from vexpert.kernels.dense_shrink import dense_shrink, room_for_h
 from vexpert.kernels.dense_tiles import DenseFactors
 from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
 from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
+
+cuda: Any = torch.cuda  # its streams are not typed
 
 
 def is_dense(site: LoraSite, table: SiteTable) -> bool:
@@ -46,23 +51,54 @@ def packed_linear(
     adapters = 0 if lora is None else lora.num_adapters
     plan = plan or choose_dense_plan(shape_of(x, weight.shape[0]), adapters)
     tile = plan.linear if x.shape[0] else None
-    if lora is None:
-        if tile is None:
-            return functional.linear(x, weight, bias)
-        return dense_linear(rows, weight, bias, (weight.shape[0],), None, tile, _pdl(x))
-    assert order is not None
-    factors = find_factors(lora)
-    if tile is None or len(factors) > 1:
-        if tile is None:
-            y = functional.linear(x, weight, bias)
-        else:
-            y = dense_linear(rows, weight, bias, (weight.shape[0],), None, tile, _pdl(x))
+    factors = () if lora is None else find_factors(lora)
+    if tile is not None and lora is not None and len(factors) == 1:
+        assert order is not None
+        h = dense_shrink(rows, order, factors[0], plan.shrink, _pdl(x.device))
+        added = DenseLora(h, order, factors[0])
+        sizes = factors[0].sizes
+        return dense_linear(rows, weight, bias, sizes, added, tile, _pdl(x.device))
+    if lora is not None and len(factors) == 1 and _can_fork(x, plan):
+        assert order is not None
+        return _beside(rows, weight, bias, factors[0], order, plan)
+    if tile is None:
+        y = functional.linear(x, weight, bias)
+    else:
+        y = dense_linear(rows, weight, bias, (weight.shape[0],), None, tile, _pdl(x.device))
+    if lora is not None:
+        assert order is not None
         add_dense(rows, y, factors, order, plan)
-        return y
-    # The kernel that made the order is no dependent launch's first half: see `order_rows`.
-    h = dense_shrink(rows, order, factors[0], plan.shrink, _pdl(x))
-    added = DenseLora(h, order, factors[0])
-    return dense_linear(rows, weight, bias, factors[0].sizes, added, tile, _pdl(x))
+    return y
+
+
+def _can_fork(x: torch.Tensor, plan: DensePlan) -> bool:
+    """Whether the shrink may run beside the library's product: free in a graph, dear without."""
+    return plan.fork and x.is_cuda and x.shape[0] > 0 and torch.cuda.is_current_stream_capturing()
+
+
+def _beside(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    factors: DenseFactors,
+    order: RowOrder,
+    plan: DensePlan,
+) -> torch.Tensor:
+    """The library's product, the shrink beside it on another stream, then expand."""
+    main, side = cuda.current_stream(x.device), _side_stream(x.device)
+    h = room_for_h(x, factors, plan.shrink)  # of the main stream, as its last reader
+    side.wait_stream(main)
+    with cuda.stream(side):
+        dense_shrink(x, order, factors, plan.shrink, h=h)
+    y = functional.linear(x, weight, bias)
+    main.wait_stream(side)
+    dense_expand(h, order, factors, plan.expand, y)
+    return y
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    return cuda.Stream(device)
 
 
 def add_dense(
@@ -78,8 +114,8 @@ def add_dense(
     start = 0
     for part in factors:
         stop = start + sum(part.sizes)
-        h = dense_shrink(x, order, part, plan.shrink, _pdl(x))
-        dense_expand(h, order, part, plan.expand, y[:, start:stop], _pdl(x))
+        h = dense_shrink(x, order, part, plan.shrink, _pdl(x.device))
+        dense_expand(h, order, part, plan.expand, y[:, start:stop], _pdl(x.device))
         start = stop
 
 
@@ -116,5 +152,6 @@ def find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:
     )
 
 
-def _pdl(x: torch.Tensor) -> bool:
-    return can_use_pdl(x.device)
+@cache
+def _pdl(device: torch.device) -> bool:
+    return can_use_pdl(device)
