@@ -28,6 +28,7 @@ from vexpert.kernels.moe_gate_up import (
 )
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_tiles import (
+    find_b,
     items_of,
     load_b,
     own_rows,
@@ -35,7 +36,6 @@ from vexpert.kernels.moe_tiles import (
     shrunk_of_items,
     shrunk_rows,
     spread_rows,
-    touch_b,
 )
 
 
@@ -84,7 +84,6 @@ def _down_tile(
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     SLICE_WIDTH: tl.constexpr,
-    TOUCH_BYTES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -118,18 +117,15 @@ def _down_tile(
                 h, position, mine, plane, max_rank, 0, SLICE_WIDTH, 0, BLOCK_R, dtype, PLANES
             )
         if PREFETCH:
-            index0, first0, stop0, exists0, r0 = items_of(
+            index0, item0, first0, stop0, exists0, r0 = items_of(
                 0, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
             )
-            used0, b_tile0 = load_b(
-                arena, address, rank, index0, exists0, expert, r0, n, inside, size, factor_stride,
-                num_slots, 4, 1, TOP_K, IDENTITY, ALIGNMENT,
+            used0, b_at0 = find_b(
+                address, rank, index0, item0, exists0, expert, r0, size, factor_stride, num_slots,
+                4, 1, TOP_K, IDENTITY, BY_RUN, GROUP,
             )  # fmt: skip
-        if BY_RUN and TOUCH_BYTES:
-            touch_b(
-                arena, address, rank, tile, runs, block * BLOCK_N, size, factor_stride,
-                4, TOUCH_BYTES, RUN_STRIDE, BLOCK_R,
-            )  # fmt: skip
+            if not BY_RUN:
+                b_tile0 = load_b(arena, b_at0, used0, n, inside, ALIGNMENT)
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = inter_rows.load([start, first])
@@ -160,6 +156,8 @@ def _down_tile(
             if PREFETCH:
                 own = own_rows(position, first0, stop0)
                 if BY_RUN:
+                    b_tile0 = load_b(arena, b_at0, used0, n, inside, ALIGNMENT)
+                if BY_RUN:
                     h_tile = spread_rows(rows, own & used0[None, :], GROUP, BLOCK_R)
                 else:
                     h_tile = shrunk_of_items(
@@ -168,15 +166,16 @@ def _down_tile(
                     )  # fmt: skip
                 total = tl.dot(h_tile, b_tile0, total, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
-                index, first_at, stop, exists, r = items_of(
+                index, its, first_at, stop, exists, r = items_of(
                     item, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
                 )
                 r += step * BLOCK_R
                 own = own_rows(position, first_at, stop)
-                used, b_tile = load_b(
-                    arena, address, rank, index, exists, expert, r, n, inside, size, factor_stride,
-                    num_slots, 4, 1, TOP_K, IDENTITY, ALIGNMENT,
+                used, b_at = find_b(
+                    address, rank, index, its, exists, expert, r, size, factor_stride, num_slots,
+                    4, 1, TOP_K, IDENTITY, BY_RUN, GROUP,
                 )  # fmt: skip
+                b_tile = load_b(arena, b_at, used, n, inside, ALIGNMENT)
                 if BY_RUN:
                     h_tile = spread_rows(rows, own & used[None, :], GROUP, BLOCK_R)
                 else:
@@ -241,7 +240,6 @@ def _down_kernel(
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     SLICE_WIDTH: tl.constexpr,
-    TOUCH_BYTES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -270,7 +268,7 @@ def _down_kernel(
             topk_weights, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
             rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
             max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP,
-            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, TOUCH_BYTES, ALIGNMENT,
+            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
             EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
@@ -279,7 +277,7 @@ def _down_kernel(
             topk_weights, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
             rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
             max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP,
-            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, TOUCH_BYTES, ALIGNMENT,
+            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
             EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
@@ -333,7 +331,7 @@ def moe_down(
         IDENTITY=order.is_identity,
         HAS_BIAS=bias is not None,
         HAS_WEIGHTS=topk_weights is not None,
-        **expand_options(lora, size, shape),
+        **expand_options(lora, size),
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
         TMA=shape.tma,
         PRECISION=dot_precision(inter.dtype),

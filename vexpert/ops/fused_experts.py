@@ -121,8 +121,7 @@ def fused_experts(
         shape = how.down_shrink if is_down else how.shrink
         h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
         early = how.early and how.by_run
-        touch = how.touch and pdl  # both need compute capability 9.0
-        return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early, touch)
+        return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)
 
     inter = moe_gate_up(
         x,
