@@ -1,14 +1,14 @@
-"""down product, LoRA expand and routing weight: out[pair[p]] = weight[p] * (W inter[p] + ... ).
+"""down product, LoRA expand and routing weight: out[pair[p]] = scale[p] * (W inter[p] + ... ).
 
 At position p of expert e and slot s, q = pair[p]:
-  out[q] = topk_weights[q] * (W[e] inter[p] + bias[e] + B[s, e] (sum over planes j of h[j, p]))
+  out[q] = scale[p] * (W[e] inter[p] + bias[e] + B[s, e] (sum over planes j of h[j, p]))
 
 | array | shape | holds |
 |---|---|---|
 | inter | [P, I] | by position |
 | weight | [E, H, I] in any strides | |
 | h | see `moe_shrink` | by position |
-| topk_weights | [T, K] or None | None: ones |
+| scale | [P] or None | by position; None: ones |
 | out | [P, H] | by pair; rows of sentinels unspecified |
 """
 
@@ -51,7 +51,7 @@ def _down_tile(
     weight,
     weight_rows,
     bias,
-    topk_weights,
+    scale_at,
     out,
     pair_at,
     run_first,
@@ -73,7 +73,7 @@ def _down_tile(
     TOP_K: tl.constexpr,
     IDENTITY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
@@ -105,6 +105,12 @@ def _down_tile(
     w_at += n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
     line = (expert * size + block * BLOCK_N).to(tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # What the end needs is asked for here: there it would be waited for.
+    pair = position
+    if not IDENTITY:
+        pair = tl.load(pair_at + position, mask=mine, other=0)
+    if HAS_SCALE:
+        scale = tl.load(scale_at + position, mask=mine, other=0.0).to(tl.float32)
     if HAS_LORA:
         dtype: tl.constexpr = arena.dtype.element_ty
         plane = num_pairs * max_rank
@@ -184,11 +190,8 @@ def _down_tile(
                         max_rank, 4, 1, TOP_K, IDENTITY, dtype, PLANES,
                     )  # fmt: skip
                 total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
-    pair = position
-    if not IDENTITY:
-        pair = tl.load(pair_at + position, mask=mine, other=0)
-    if HAS_WEIGHTS:
-        total *= tl.load(topk_weights + pair, mask=mine, other=0.0).to(tl.float32)[:, None]
+    if HAS_SCALE:
+        total *= scale[:, None]
     target = out + pair.to(tl.int64)[:, None] * size + n[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=mine[:, None] & inside[None, :])
 
@@ -201,7 +204,7 @@ def _down_kernel(
     weight,
     weight_rows,
     bias,
-    topk_weights,
+    scale_at,
     out,
     topk_ids,
     pair_at,
@@ -229,7 +232,7 @@ def _down_kernel(
     TOP_K: tl.constexpr,
     IDENTITY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
@@ -265,18 +268,18 @@ def _down_kernel(
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _down_tile(
             expert, tile, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias,
-            topk_weights, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
+            scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
             rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
-            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP,
+            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE, HAS_LORA, PLANES, BY_RUN, GROUP,
             ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
             EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _down_tile(
             expert, tile, start, end, block, inter, inter_rows, weight, weight_rows, bias,
-            topk_weights, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
+            scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
             rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
-            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP,
+            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE, HAS_LORA, PLANES, BY_RUN, GROUP,
             ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
             EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
@@ -286,7 +289,7 @@ def moe_down(
     inter: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
+    scale: torch.Tensor | None,
     order: PairOrder,
     shape: TileShape,
     lora: Expand | None = None,
@@ -310,7 +313,7 @@ def moe_down(
         weight,
         weight_rows(weight, shape) if shape.tma else weight,
         none if bias is None else bias,
-        none if topk_weights is None else topk_weights,
+        none if scale is None else scale,
         out,
         order.topk_ids,
         order.pair,
@@ -330,7 +333,7 @@ def moe_down(
         TOP_K=order.top_k,
         IDENTITY=order.is_identity,
         HAS_BIAS=bias is not None,
-        HAS_WEIGHTS=topk_weights is not None,
+        HAS_SCALE=scale is not None,
         **expand_options(lora, size),
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
         TMA=shape.tma,

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_factors import PairFactors
-from vexpert.kernels.moe_order import PairOrder, keys_of, make_order
+from vexpert.kernels.moe_order import PairOrder, keys_of, make_order, weight_arguments
 
 
 @triton.jit
@@ -66,9 +66,11 @@ def _count_kernel(
 
 @triton.jit
 def _place_kernel(
-    slots, pair_by_slot, expert_by_slot, count, pair_at, expert_at, slot_at,
+    slots, topk_weights, scale_at, pair_by_slot, expert_by_slot, count,
+    pair_at, expert_at, slot_at,
     tile_expert, tile_start, tile_end, num_tiles, num_pieces, num_pairs, num_experts, chunks,
-    TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
@@ -104,6 +106,9 @@ def _place_kernel(
     position = left + within
     tl.store(pair_at + position, pair, mask=inside)
     tl.store(expert_at + position, expert, mask=inside)
+    if HAS_WEIGHTS:
+        scale = tl.load(topk_weights + pair, mask=inside, other=0.0)
+        tl.store(scale_at + position, scale, mask=inside)
     if HAS_SLOTS:
         slot = tl.load(slots + pair // TOP_K, mask=inside, other=-1).to(tl.int32)
         tl.store(slot_at + position, tl.maximum(slot, -1), mask=inside)
@@ -124,6 +129,7 @@ def order_many_pairs(
     block_m: int,
     pdl: bool = False,
     chunk: int = 256,
+    topk_weights: torch.Tensor | None = None,
 ) -> PairOrder:
     """What `order_pairs` gives, for any number of pairs; without runs and look-up."""
     assert topk_ids.is_contiguous(), topk_ids.stride()
@@ -136,6 +142,7 @@ def order_many_pairs(
     by_slot = torch.empty(2, pairs, dtype=torch.int32, device=device)
     tile = torch.empty(3, max_tiles, dtype=torch.int32, device=device)
     num_tiles, num_pieces = torch.empty(2, 1, dtype=torch.int32, device=device)
+    scale = None if topk_weights is None else torch.empty_like(topk_weights).view(-1)
     options = pdl_options(pdl)
     slots = token_at = topk_ids
     if factors is not None:
@@ -149,10 +156,11 @@ def order_many_pairs(
         HAS_SLOTS=factors is not None, CHUNK=chunk, BINS=bins, **options,
     )  # fmt: skip
     _place_kernel[(chunks,)](
-        slots, *by_slot, count, pair, expert, slot, *tile, num_tiles, num_pieces, pairs,
-        num_experts, chunks, TOP_K=top_k, HAS_SLOTS=factors is not None, BLOCK_M=block_m,
-        CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64), COLUMNS=min(chunk, 32),
-        num_warps=8, **options,
+        slots, *weight_arguments(topk_weights, scale, topk_ids), *by_slot, count,
+        pair, expert, slot, *tile, num_tiles, num_pieces, pairs, num_experts, chunks,
+        TOP_K=top_k, HAS_SLOTS=factors is not None, HAS_WEIGHTS=scale is not None,
+        BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64),
+        COLUMNS=min(chunk, 32), num_warps=8, **options,
     )  # fmt: skip
     arrays = (pair, expert, slot, None, None, *tile, num_tiles, num_pieces)
-    return make_order(topk_ids, factors, arrays, block_m, num_experts)
+    return make_order(topk_ids, factors, arrays, block_m, num_experts, scale)
