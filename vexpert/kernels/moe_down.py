@@ -127,11 +127,11 @@ def _down_tile(
                 0, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
             )
             used0, b_at0 = find_b(
-                address, rank, index0, item0, exists0, expert, r0, size, factor_stride, num_slots,
+                address, rank, index0, item0, exists0, expert, r0, factor_stride, num_slots,
                 4, 1, TOP_K, IDENTITY, BY_RUN, GROUP,
             )  # fmt: skip
             if not BY_RUN:
-                b_tile0 = load_b(arena, b_at0, used0, n, inside, ALIGNMENT)
+                b_tile0 = load_b(arena, b_at0, used0, r0, n, inside, size, ALIGNMENT)
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = inter_rows.load([start, first])
@@ -162,7 +162,7 @@ def _down_tile(
             if PREFETCH:
                 own = own_rows(position, first0, stop0)
                 if BY_RUN:
-                    b_tile0 = load_b(arena, b_at0, used0, n, inside, ALIGNMENT)
+                    b_tile0 = load_b(arena, b_at0, used0, r0, n, inside, size, ALIGNMENT)
                 if BY_RUN:
                     h_tile = spread_rows(rows, own & used0[None, :], GROUP, BLOCK_R)
                 else:
@@ -178,10 +178,10 @@ def _down_tile(
                 r += step * BLOCK_R
                 own = own_rows(position, first_at, stop)
                 used, b_at = find_b(
-                    address, rank, index, its, exists, expert, r, size, factor_stride, num_slots,
+                    address, rank, index, its, exists, expert, r, factor_stride, num_slots,
                     4, 1, TOP_K, IDENTITY, BY_RUN, GROUP,
                 )  # fmt: skip
-                b_tile = load_b(arena, b_at, used, n, inside, ALIGNMENT)
+                b_tile = load_b(arena, b_at, used, r, n, inside, size, ALIGNMENT)
                 if BY_RUN:
                     h_tile = spread_rows(rows, own & used[None, :], GROUP, BLOCK_R)
                 else:

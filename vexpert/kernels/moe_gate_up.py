@@ -222,18 +222,18 @@ def _gate_up_tile(
                 0, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
             )
             gate_used0, b_at_gate0 = find_b(
-                address, rank, index0, item0, exists0, expert, r0, size, factor_stride, num_slots,
+                address, rank, index0, item0, exists0, expert, r0, factor_stride, num_slots,
                 2, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
             )  # fmt: skip
             if not BY_RUN:
-                b_gate0 = load_b(arena, b_at_gate0, gate_used0, n, inside, ALIGNMENT)
+                b_gate0 = load_b(arena, b_at_gate0, gate_used0, r0, n, inside, size, ALIGNMENT)
             if GATED:
                 up_used0, b_at_up0 = find_b(
-                    address, rank, index0, item0, exists0, expert, r0, size, factor_stride,
+                    address, rank, index0, item0, exists0, expert, r0, factor_stride,
                     num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
                 )  # fmt: skip
                 if not BY_RUN:
-                    b_up0 = load_b(arena, b_at_up0, up_used0, n, inside, ALIGNMENT)
+                    b_up0 = load_b(arena, b_at_up0, up_used0, r0, n, inside, size, ALIGNMENT)
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
@@ -291,9 +291,9 @@ def _gate_up_tile(
             if PREFETCH:
                 own = own_rows(position, first0, stop0)
                 if BY_RUN:
-                    b_gate0 = load_b(arena, b_at_gate0, gate_used0, n, inside, ALIGNMENT)
+                    b_gate0 = load_b(arena, b_at_gate0, gate_used0, r0, n, inside, size, ALIGNMENT)
                     if GATED:
-                        b_up0 = load_b(arena, b_at_up0, up_used0, n, inside, ALIGNMENT)
+                        b_up0 = load_b(arena, b_at_up0, up_used0, r0, n, inside, size, ALIGNMENT)
                 if BY_RUN:
                     h_gate = spread_rows(gate_rows, own & gate_used0[None, :], GROUP, BLOCK_R)
                 else:
@@ -318,16 +318,16 @@ def _gate_up_tile(
                 r += step * BLOCK_R
                 own = own_rows(position, first_at, stop)
                 gate_used, b_at_gate = find_b(
-                    address, rank, index, its, exists, expert, r, size, factor_stride, num_slots,
+                    address, rank, index, its, exists, expert, r, factor_stride, num_slots,
                     2, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
                 )  # fmt: skip
-                b_gate = load_b(arena, b_at_gate, gate_used, n, inside, ALIGNMENT)
+                b_gate = load_b(arena, b_at_gate, gate_used, r, n, inside, size, ALIGNMENT)
                 if GATED:
                     up_used, b_at_up = find_b(
-                        address, rank, index, its, exists, expert, r, size, factor_stride,
+                        address, rank, index, its, exists, expert, r, factor_stride,
                         num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
                     )  # fmt: skip
-                    b_up = load_b(arena, b_at_up, up_used, n, inside, ALIGNMENT)
+                    b_up = load_b(arena, b_at_up, up_used, r, n, inside, size, ALIGNMENT)
                 if BY_RUN:
                     h_gate = spread_rows(gate_rows, own & gate_used[None, :], GROUP, BLOCK_R)
                 else:

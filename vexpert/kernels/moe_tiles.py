@@ -98,11 +98,11 @@ def _table_part(
 
 @triton.jit
 def find_b(
-    address, rank, index, item, exists, expert, r, size, stride, num_slots,
+    address, rank, index, item, exists, expert, r, stride, num_slots,
     ROW: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr, IDENTITY: tl.constexpr,
     BY_RUN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of stacked factor rows: which exist, and where they lie in the arena.
+    """Of stacked factor rows: which exist, and where their factors begin in the arena.
 
     `address` and `rank` are `moe_factors`', rows `stride` apart; with IDENTITY, slots and the
     packed table.
@@ -120,13 +120,14 @@ def find_b(
         at = ROW * stride + index + item
         used = exists & (r < tl.load(rank + at, mask=exists, other=0))
         b_at = tl.load(address + at, mask=used, other=0)
-    return used, b_at + r * size
+    return used, b_at
 
 
 @triton.jit
-def load_b(arena, b_at, used, n, inside, ALIGNMENT: tl.constexpr):
+def load_b(arena, b_at, used, r, n, inside, size, ALIGNMENT: tl.constexpr):
     """B^T [GROUP * BLOCK_R, N]."""
-    b_at = tl.multiple_of(b_at, [ALIGNMENT])
+    # Of what is computed here: the compiler forgets it of a function's argument.
+    b_at = tl.multiple_of(b_at + r * size, [ALIGNMENT])
     return tl.load(
         arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
     )
