@@ -26,6 +26,7 @@ from vexpert.kernels.moe_factors import SiteFactors
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import TileRuns
 from vexpert.kernels.moe_tiles import (
+    find_b,
     items_of,
     load_b,
     own_rows,
@@ -33,7 +34,6 @@ from vexpert.kernels.moe_tiles import (
     shrunk_of_items,
     shrunk_rows,
     spread_rows,
-    touch_b,
 )
 
 
@@ -46,9 +46,9 @@ class Expand:
     runs: TileRuns | None  # None: every row is an item
     group: int  # items of one dot
     item_stages: int = 1  # of the loop over groups
-    prefetch: bool = False  # the first group's B before the base product; ranks of one step only
+    # The first group's B, or of runs where it is, before the base product; ranks of one step only.
+    prefetch: bool = False
     early: bool = False  # shrunk rows too: the product then waits for the shrink; runs only
-    touch: bool = False  # B of all runs is asked into the L2 before the base product; runs only
 
 
 @dataclass(frozen=True)
@@ -100,18 +100,14 @@ def _group(lora: Expand) -> int:
     return max(1, min(lora.group, rows // lora.factors.block_r))
 
 
-def expand_options(lora: Expand | None, size: int, shape: TileShape) -> dict[str, int | bool]:
+def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
     """The constants of LoRA that the kernels share."""
     if lora is None:
         off = dict.fromkeys(("HAS_LORA", "BY_RUN", "PREFETCH", "EARLY"), False)
         ones = dict.fromkeys(("PLANES", "GROUP", "ITEM_STAGES", "RANK_STEPS", "ALIGNMENT"), 1)
-        return {**off, **ones, "BLOCK_R": 16, "SLICE_WIDTH": 16, "TOUCH_BYTES": 0}
+        return {**off, **ones, "BLOCK_R": 16, "SLICE_WIDTH": 16}
     factors, block_r = lora.factors, lora.factors.block_r
     one_step = factors.slice_max_rank <= block_r
-    alignment = factors.alignment_of(size)
-    element = lora.factors.arena.element_size()
-    # A block in one piece, and 16 bytes, are what the instruction takes.
-    can_touch = size % shape.block_n == 0 and alignment * element >= 16
     return {
         "HAS_LORA": True,
         "PLANES": lora.h.shape[0],
@@ -123,8 +119,7 @@ def expand_options(lora: Expand | None, size: int, shape: TileShape) -> dict[str
         "BLOCK_R": block_r,
         "RANK_STEPS": triton.cdiv(factors.slice_max_rank, block_r),
         "SLICE_WIDTH": factors.slice_width,
-        "TOUCH_BYTES": shape.block_n * element if lora.touch and one_step and can_touch else 0,
-        "ALIGNMENT": alignment,
+        "ALIGNMENT": factors.alignment_of(size),
     }
 
 
@@ -175,7 +170,6 @@ def _gate_up_tile(
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     SLICE_WIDTH: tl.constexpr,
-    TOUCH_BYTES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -224,24 +218,22 @@ def _gate_up_tile(
                     h, position, mine, plane, max_rank, 1, SLICE_WIDTH, 0, BLOCK_R, dtype, PLANES
                 )
         if PREFETCH:
-            index0, first0, stop0, exists0, r0 = items_of(
+            index0, item0, first0, stop0, exists0, r0 = items_of(
                 0, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
             )
-            gate_used0, b_gate0 = load_b(
-                arena, address, rank, index0, exists0, expert, r0, n, inside, size, factor_stride,
-                num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+            gate_used0, b_at_gate0 = find_b(
+                address, rank, index0, item0, exists0, expert, r0, factor_stride, num_slots,
+                2, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
             )  # fmt: skip
+            if not BY_RUN:
+                b_gate0 = load_b(arena, b_at_gate0, gate_used0, r0, n, inside, size, ALIGNMENT)
             if GATED:
-                up_used0, b_up0 = load_b(
-                    arena, address, rank, index0, exists0, expert, r0, n, inside, size,
-                    factor_stride, num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                up_used0, b_at_up0 = find_b(
+                    address, rank, index0, item0, exists0, expert, r0, factor_stride,
+                    num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
                 )  # fmt: skip
-        if BY_RUN and TOUCH_BYTES:
-            for i in tl.static_range(GATE_SLICES):
-                touch_b(
-                    arena, address, rank, tile, runs, block * BLOCK_N, size, factor_stride,
-                    2 + i, TOUCH_BYTES, RUN_STRIDE, BLOCK_R,
-                )  # fmt: skip
+                if not BY_RUN:
+                    b_up0 = load_b(arena, b_at_up0, up_used0, r0, n, inside, size, ALIGNMENT)
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
@@ -299,6 +291,10 @@ def _gate_up_tile(
             if PREFETCH:
                 own = own_rows(position, first0, stop0)
                 if BY_RUN:
+                    b_gate0 = load_b(arena, b_at_gate0, gate_used0, r0, n, inside, size, ALIGNMENT)
+                    if GATED:
+                        b_up0 = load_b(arena, b_at_up0, up_used0, r0, n, inside, size, ALIGNMENT)
+                if BY_RUN:
                     h_gate = spread_rows(gate_rows, own & gate_used0[None, :], GROUP, BLOCK_R)
                 else:
                     h_gate = shrunk_of_items(
@@ -316,20 +312,22 @@ def _gate_up_tile(
                         )  # fmt: skip
                     up = tl.dot(h_up, b_up0, up, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
-                index, first_at, stop, exists, r = items_of(
+                index, its, first_at, stop, exists, r = items_of(
                     item, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
                 )
                 r += step * BLOCK_R
                 own = own_rows(position, first_at, stop)
-                gate_used, b_gate = load_b(
-                    arena, address, rank, index, exists, expert, r, n, inside, size, factor_stride,
-                    num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                gate_used, b_at_gate = find_b(
+                    address, rank, index, its, exists, expert, r, factor_stride, num_slots,
+                    2, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
                 )  # fmt: skip
+                b_gate = load_b(arena, b_at_gate, gate_used, r, n, inside, size, ALIGNMENT)
                 if GATED:
-                    up_used, b_up = load_b(
-                        arena, address, rank, index, exists, expert, r, n, inside, size,
-                        factor_stride, num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                    up_used, b_at_up = find_b(
+                        address, rank, index, its, exists, expert, r, factor_stride,
+                        num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
                     )  # fmt: skip
+                    b_up = load_b(arena, b_at_up, up_used, r, n, inside, size, ALIGNMENT)
                 if BY_RUN:
                     h_gate = spread_rows(gate_rows, own & gate_used[None, :], GROUP, BLOCK_R)
                 else:
@@ -400,7 +398,6 @@ def _gate_up_kernel(
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
     SLICE_WIDTH: tl.constexpr,
-    TOUCH_BYTES: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -433,7 +430,7 @@ def _gate_up_kernel(
             num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
             SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, TOUCH_BYTES, ALIGNMENT, ACTIVATION,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
             ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
@@ -443,7 +440,7 @@ def _gate_up_kernel(
             num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
             SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, TOUCH_BYTES, ALIGNMENT, ACTIVATION,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
             ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
@@ -499,7 +496,7 @@ def moe_gate_up(
         IDENTITY=order.is_identity,
         GATED=activation.has_gate,
         HAS_BIAS=bias is not None,
-        **expand_options(lora, size, shape),
+        **expand_options(lora, size),
         ACTIVATION=activation.name,
         ALPHA=activation.alpha,
         LIMIT=activation.limit,

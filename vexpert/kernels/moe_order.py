@@ -7,8 +7,10 @@ the same way, so one launch needs no sort: P^2 comparisons, 1 us of one GPU's la
 |---|---|---|
 | topk_ids | [T, K] int | expert of pair t * K + k; < 0 or >= E: a sentinel, ordered last |
 | slots | [T] int or None | adapter slot of each token; < 0: base |
+| topk_weights | [T, K] or None | routing weight of each pair |
 | address, rank | | see `moe_factors`; filled by position on demand |
 | pair | [P] int32 | the pair at each position |
+| scale | [P] or None | its routing weight |
 | expert, slot | [P] int32 | its expert (E: sentinel) and slot (-1: base) |
 | run_start, run_end | [P] int32 | the run of equal (expert, slot) of this position; or None |
 | tile_expert, tile_start, tile_end | [max_tiles] int32 | positions of at most BLOCK_M pairs |
@@ -47,6 +49,7 @@ class PairOrder:
     tile_end: torch.Tensor
     num_tiles: torch.Tensor
     num_pieces: torch.Tensor
+    scale: torch.Tensor | None
     block_m: int
     num_experts: int
     is_identity: bool
@@ -83,6 +86,8 @@ def keys_of(
 def _order_kernel(
     topk_ids,
     slots,
+    topk_weights,
+    scale_at,
     pair_at,
     expert_at,
     slot_at,
@@ -102,6 +107,7 @@ def _order_kernel(
     down_table,
     TOP_K: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
     LOOK_UP: tl.constexpr,
     GATE_SLICES: tl.constexpr,
     HAS_UP: tl.constexpr,
@@ -149,6 +155,9 @@ def _order_kernel(
     first_tile = tl.sum(tl.where(lower, tiles[None, :], 0), 1)
     position = before + equal_before
     tl.store(pair_at + position, mine, mask=inside)
+    if HAS_WEIGHTS:
+        scale = tl.load(topk_weights + mine, mask=inside, other=0.0)
+        tl.store(scale_at + position, scale, mask=inside)
     tl.store(expert_at + position, expert, mask=inside)
     tl.store(slot_at + position, slot, mask=inside)
     tl.store(run_start + position, before, mask=inside)
@@ -180,6 +189,7 @@ def make_order(
     arrays: tuple[torch.Tensor | None, ...],
     block_m: int,
     num_experts: int,
+    scale: torch.Tensor | None = None,
     is_identity: bool = False,
 ) -> PairOrder:
     """`arrays`: pair ... num_pieces, in the order of the table above; only runs may be None."""
@@ -199,10 +209,20 @@ def make_order(
         tile_end=tile_end,
         num_tiles=num_tiles,
         num_pieces=num_pieces,
+        scale=scale,
         block_m=block_m,
         num_experts=num_experts,
         is_identity=is_identity,
     )
+
+
+def weight_arguments(
+    topk_weights: torch.Tensor | None, scale: torch.Tensor | None, none: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_weights and scale, as kernels take them."""
+    if topk_weights is None or scale is None:
+        return none, none
+    return topk_weights, scale
 
 
 def present(tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
@@ -217,12 +237,14 @@ def identity_order(
     factors: PairFactors | None,
     num_experts: int,
     block_m: int,
+    topk_weights: torch.Tensor | None = None,
 ) -> PairOrder:
     """Pair p at position p, each pair a tile; no launch. For a handful of pairs.
 
     Kernels then read the site tables themselves; the arrays of `factors` stay empty.
     """
-    return make_order(topk_ids, factors, (topk_ids,) * 10, block_m, num_experts, is_identity=True)
+    arrays = (topk_ids,) * 10
+    return make_order(topk_ids, factors, arrays, block_m, num_experts, topk_weights, True)
 
 
 def order_pairs(
@@ -232,8 +254,9 @@ def order_pairs(
     block_m: int,
     pdl: bool = False,
     look_up: bool = True,
+    topk_weights: torch.Tensor | None = None,
 ) -> PairOrder:
-    """The arrays of the table above for topk_ids [T, K], contiguous.
+    """The arrays of the table above for topk_ids and topk_weights [T, K], contiguous.
 
     look_up: fill the arrays of `factors`.
     """
@@ -246,10 +269,12 @@ def order_pairs(
     at = torch.empty(5, pairs, dtype=torch.int32, device=topk_ids.device)
     tile = torch.empty(3, max_tiles, dtype=torch.int32, device=topk_ids.device)
     num_tiles, num_pieces = torch.empty(2, 1, dtype=torch.int32, device=topk_ids.device)
+    scale = None if topk_weights is None else torch.empty_like(topk_weights).view(-1)
     rows = 16 if pairs <= 1024 else 32
     _order_kernel[(triton.cdiv(pairs, rows),)](
         topk_ids,
         topk_ids if factors is None else factors.slots,
+        *weight_arguments(topk_weights, scale, topk_ids),
         *at,
         *tile,
         num_tiles,
@@ -260,6 +285,7 @@ def order_pairs(
         *factor_arguments(factors, topk_ids),
         TOP_K=top_k,
         HAS_SLOTS=factors is not None,
+        HAS_WEIGHTS=scale is not None,
         LOOK_UP=factors is not None and look_up,
         **factor_options(factors),
         BLOCK_M=block_m,
@@ -271,7 +297,7 @@ def order_pairs(
         **pdl_options(pdl),
     )
     arrays = (*at, *tile, num_tiles, num_pieces)
-    return make_order(topk_ids, factors, arrays, block_m, num_experts)
+    return make_order(topk_ids, factors, arrays, block_m, num_experts, scale)
 
 
 def reference_order(

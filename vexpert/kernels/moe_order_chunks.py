@@ -10,6 +10,7 @@ Runs and factors are looked up by tile, in `moe_runs`.
 |---|---|---|
 | token_at | [T] int32 | tokens by slot |
 | count | [chunks, BINS] int32 | pairs of expert b in chunk c; bin E: sentinels |
+| pair_by_slot, expert_by_slot | [P] int32 | the pairs of those tokens, and their experts |
 """
 
 import torch
@@ -18,7 +19,7 @@ import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_factors import PairFactors
-from vexpert.kernels.moe_order import PairOrder, keys_of, make_order
+from vexpert.kernels.moe_order import PairOrder, keys_of, make_order, weight_arguments
 
 
 @triton.jit
@@ -44,16 +45,8 @@ def _rank_kernel(
 
 
 @triton.jit
-def _pairs_at(index, inside, token_at, TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr):
-    """The pair at each index of the tokens by slot."""
-    if HAS_SLOTS:
-        index = tl.load(token_at + index // TOP_K, mask=inside, other=0) * TOP_K + index % TOP_K
-    return index
-
-
-@triton.jit
 def _count_kernel(
-    topk_ids, token_at, count, num_pairs, num_experts,
+    topk_ids, token_at, count, pair_by_slot, expert_by_slot, num_pairs, num_experts,
     TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
@@ -61,17 +54,23 @@ def _count_kernel(
     pdl_release(PDL)
     index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
     inside = index < num_pairs
-    pair = _pairs_at(index, inside, token_at, TOP_K, HAS_SLOTS)
+    pair = index
+    if HAS_SLOTS:
+        pair = tl.load(token_at + index // TOP_K, mask=inside, other=0) * TOP_K + index % TOP_K
     expert, _ = keys_of(topk_ids, topk_ids, pair, inside, num_experts, TOP_K, False)
+    tl.store(pair_by_slot + index, pair, mask=inside)
+    tl.store(expert_by_slot + index, expert, mask=inside)
     bins = tl.histogram(expert, BINS)
     tl.store(count + tl.program_id(0) * BINS + tl.arange(0, BINS), bins)
 
 
 @triton.jit
 def _place_kernel(
-    topk_ids, slots, token_at, count, pair_at, expert_at, slot_at,
+    slots, topk_weights, scale_at, pair_by_slot, expert_by_slot, count,
+    pair_at, expert_at, slot_at,
     tile_expert, tile_start, tile_end, num_tiles, num_pieces, num_pairs, num_experts, chunks,
-    TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
@@ -93,25 +92,26 @@ def _place_kernel(
     first_tile = tl.cumsum(tiles, 0) - tiles
     index = chunk * CHUNK + tl.arange(0, CHUNK)
     inside = index < num_pairs
-    pair = _pairs_at(index, inside, token_at, TOP_K, HAS_SLOTS)
-    expert, slot = keys_of(topk_ids, slots, pair, inside, num_experts, TOP_K, HAS_SLOTS)
-    # The same pairs once more, as columns, a few at a time: registers are short.
+    pair = tl.load(pair_by_slot + index, mask=inside, other=0)
+    expert = tl.load(expert_by_slot + index, mask=inside, other=num_experts + 1)
+    # The same experts once more, as columns, a few at a time: registers are short.
     same = tl.zeros((CHUNK, COLUMNS), dtype=tl.int32)
-    for first in range(0, CHUNK, COLUMNS):
-        other = chunk * CHUNK + first + tl.arange(0, COLUMNS)
-        there = other < num_pairs
-        its_pair = _pairs_at(other, there, token_at, TOP_K, HAS_SLOTS)
-        its, _ = keys_of(topk_ids, slots, its_pair, there, num_experts, TOP_K, False)
-        earlier_here = other[None, :] < index[:, None]
-        same += ((its[None, :] == expert[:, None]) & earlier_here).to(tl.int32)
+    for first in range(chunk * CHUNK, chunk * CHUNK + CHUNK, COLUMNS):
+        other = first + tl.arange(0, COLUMNS)
+        its = tl.load(expert_by_slot + other, mask=other < num_pairs, other=num_experts + 1)
+        same += ((its[None, :] == expert[:, None]) & (other[None, :] < index[:, None])).to(tl.int32)
     within = tl.gather(earlier, expert, 0) + tl.sum(same, 1)
     left = tl.gather(start, expert, 0)
     right = left + tl.gather(total, expert, 0)
     position = left + within
     tl.store(pair_at + position, pair, mask=inside)
     tl.store(expert_at + position, expert, mask=inside)
+    if HAS_WEIGHTS:
+        scale = tl.load(topk_weights + pair, mask=inside, other=0.0)
+        tl.store(scale_at + position, scale, mask=inside)
     if HAS_SLOTS:
-        tl.store(slot_at + position, slot, mask=inside)
+        slot = tl.load(slots + pair // TOP_K, mask=inside, other=-1).to(tl.int32)
+        tl.store(slot_at + position, tl.maximum(slot, -1), mask=inside)
     opens = inside & (expert < num_experts) & (within % BLOCK_M == 0)
     tile = tl.gather(first_tile, expert, 0) + within // BLOCK_M
     tl.store(tile_expert + tile, expert, mask=opens)
@@ -129,6 +129,7 @@ def order_many_pairs(
     block_m: int,
     pdl: bool = False,
     chunk: int = 256,
+    topk_weights: torch.Tensor | None = None,
 ) -> PairOrder:
     """What `order_pairs` gives, for any number of pairs; without runs and look-up."""
     assert topk_ids.is_contiguous(), topk_ids.stride()
@@ -138,24 +139,28 @@ def order_many_pairs(
     max_tiles = min(pairs, pairs // block_m + min(pairs, num_experts))
     count = torch.empty(chunks, bins, dtype=torch.int32, device=device)
     pair, expert, slot = torch.empty(3, pairs, dtype=torch.int32, device=device)
+    by_slot = torch.empty(2, pairs, dtype=torch.int32, device=device)
     tile = torch.empty(3, max_tiles, dtype=torch.int32, device=device)
     num_tiles, num_pieces = torch.empty(2, 1, dtype=torch.int32, device=device)
+    scale = None if topk_weights is None else torch.empty_like(topk_weights).view(-1)
     options = pdl_options(pdl)
     slots = token_at = topk_ids
     if factors is not None:
         slots, token_at = factors.slots, torch.empty(tokens, dtype=torch.int32, device=device)
-        _rank_kernel[(triton.cdiv(tokens, 16),)](
-            slots, token_at, tokens, ROWS=16, CHUNK=256, **options
-        )
+        _rank_kernel[(triton.cdiv(tokens, 8),)](
+            slots, token_at, tokens, ROWS=8, CHUNK=power_of_two(tokens, 16, 1024), num_warps=8,
+            **options,
+        )  # fmt: skip
     _count_kernel[(chunks,)](
-        topk_ids, token_at, count, pairs, num_experts, TOP_K=top_k, HAS_SLOTS=factors is not None,
-        CHUNK=chunk, BINS=bins, **options,
+        topk_ids, token_at, count, *by_slot, pairs, num_experts, TOP_K=top_k,
+        HAS_SLOTS=factors is not None, CHUNK=chunk, BINS=bins, **options,
     )  # fmt: skip
     _place_kernel[(chunks,)](
-        topk_ids, slots, token_at, count, pair, expert, slot, *tile, num_tiles, num_pieces, pairs,
-        num_experts, chunks, TOP_K=top_k, HAS_SLOTS=factors is not None, BLOCK_M=block_m,
-        CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64), COLUMNS=min(chunk, 32),
-        num_warps=8, **options,
+        slots, *weight_arguments(topk_weights, scale, topk_ids), *by_slot, count,
+        pair, expert, slot, *tile, num_tiles, num_pieces, pairs, num_experts, chunks,
+        TOP_K=top_k, HAS_SLOTS=factors is not None, HAS_WEIGHTS=scale is not None,
+        BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64),
+        COLUMNS=min(chunk, 32), num_warps=8, **options,
     )  # fmt: skip
     arrays = (pair, expert, slot, None, None, *tile, num_tiles, num_pieces)
-    return make_order(topk_ids, factors, arrays, block_m, num_experts)
+    return make_order(topk_ids, factors, arrays, block_m, num_experts, scale)

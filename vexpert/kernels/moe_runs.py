@@ -50,30 +50,24 @@ def _runs_kernel(
     num_pieces, piece_first, piece_stop, piece_address, piece_rank,
     up_table, down_table, num_slots, max_runs, max_pieces,
     GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
     tile = tl.program_id(0)
-    if tile >= tl.load(num_tiles):
-        return
+    # One wait: what lies behind the last tile is read, and dropped.
     expert = tl.load(tile_expert + tile)
     start = tl.load(tile_start + tile)
     end = tl.load(tile_end + tile)
+    if tile >= tl.load(num_tiles):
+        return
     row = tl.arange(0, BLOCK_M)
     position = start + row
     mine = position < end
     slot = tl.load(slot_at + position, mask=mine, other=1 << 30)
-    # The same slots as columns. They ascend, so a run begins behind all that are less.
-    less = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.int32)
-    equal = tl.zeros((BLOCK_M, COLUMNS), dtype=tl.int32)
-    for column in range(0, BLOCK_M, COLUMNS):
-        other = start + column + tl.arange(0, COLUMNS)
-        its = tl.load(slot_at + other, mask=other < end, other=1 << 30)
-        less += (its[None, :] < slot[:, None]).to(tl.int32)
-        equal += (its[None, :] == slot[:, None]).to(tl.int32)
-    first = start + tl.sum(less, 1)
-    stop = first + tl.sum(equal, 1)
+    # They ascend, so a run begins behind all slots that are less.
+    first = start + tl.sum((slot[None, :] < slot[:, None]).to(tl.int32), 1)
+    stop = first + tl.sum((slot[None, :] == slot[:, None]).to(tl.int32), 1)
     active = mine & (slot >= 0)
     opens = active & (position == first)
     run = tile * BLOCK_M + tl.cumsum(opens.to(tl.int32), 0) - 1
@@ -140,6 +134,6 @@ def find_runs(order: PairOrder, piece: int, adapters: int, pdl: bool = False) ->
         found.piece_rank,
         *factor_arguments(factors, order.slot)[2:], factors.num_slots, max_runs, max_pieces,
         **factor_options(factors), PIECE=piece, BLOCK_M=order.block_m,
-        COLUMNS=min(order.block_m, 32), **pdl_options(pdl),
+        num_warps=8, **pdl_options(pdl),
     )  # fmt: skip
     return found

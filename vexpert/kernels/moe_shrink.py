@@ -32,6 +32,7 @@ class ShrinkShape:
     block_k: int
     num_warps: int = 4
     num_stages: int = 3
+    most_ranks: int = 64  # of one step; more take another pass over the input
 
 
 @triton.jit
@@ -182,7 +183,7 @@ def moe_shrink(
         "PRECISION": dot_precision(hidden.dtype),
         "BLOCK_M": shape.block_m,
         "BLOCK_K": shape.block_k,
-        "BLOCK_R": power_of_two(lora.max_rank, 16, 64),
+        "BLOCK_R": power_of_two(lora.max_rank, 16, shape.most_ranks),
         "num_warps": shape.num_warps,
         "num_stages": shape.num_stages,
         **pdl_options(pdl),

@@ -3,8 +3,8 @@
 A tile may mix adapters and base rows. Its LoRA is one dot of a block-diagonal matrix of shrunk rows
 with the factors of several *items* stacked: an item is a row, or where runs are long a run of equal
 (expert, slot). All factors of a group are thus loaded at once; a loop would wait for each item.
-The first group's factors may be loaded before the base product, which then hides their latency;
-the others' may be asked for then, to be in the L2 later (`touch_b`).
+The first group's factors may be loaded before the base product, which then hides their latency; of
+runs only where they lie.
 """
 
 import triton
@@ -36,6 +36,26 @@ def read_tile(
 
 
 @triton.jit
+def _load_in_halves(at):
+    """An integer, 2 bytes at a time: Triton sends wider loads through shared memory in a loop."""
+    half = at.to(tl.pointer_type(tl.uint16), bitcast=True)
+    dtype: tl.constexpr = at.dtype.element_ty
+    value = tl.load(half).to(dtype)
+    for i in tl.static_range(1, dtype.primitive_bitwidth // 16):
+        value |= tl.load(half + i).to(dtype) << (16 * i)
+    return value
+
+
+@triton.jit
+def of_runs(at, item, GROUP: tl.constexpr):
+    """at[item], for items below GROUP."""
+    value = _load_in_halves(at) + tl.zeros_like(item)
+    for i in tl.static_range(1, GROUP):
+        value = tl.where(item == i, _load_in_halves(at + i), value)
+    return value
+
+
+@triton.jit
 def items_of(
     first_item,
     tile,
@@ -48,23 +68,22 @@ def items_of(
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Of each row of GROUP stacked factors: (index of its factors, position, stop, exists, r).
-
-    A run that does not exist has rank 0.
+    """GROUP items whose factors are stacked: (index of the first, of each stacked row its item,
+    the item's first position and stop, whether it exists, r). A run that does not has rank 0.
     """
     stacked = tl.arange(0, GROUP * BLOCK_R)
-    item = first_item + stacked // BLOCK_R
+    item = stacked // BLOCK_R
     if BY_RUN:
-        index = tile * STRIDE + item
-        exists = item < STRIDE
-        first = tl.load(run_first + index)
-        stop = tl.load(run_stop + index)
+        index = tile * STRIDE + first_item
+        first = of_runs(run_first + index, item, GROUP)
+        stop = of_runs(run_stop + index, item, GROUP)
+        exists = item < GROUP
     else:
-        index = start + item
-        exists = index < end
-        first = index
-        stop = index + 1
-    return index, first, stop, exists, stacked % BLOCK_R
+        index = start + first_item
+        first = index + item
+        stop = first + 1
+        exists = first < end
+    return index, item, first, stop, exists, stacked % BLOCK_R
 
 
 @triton.jit
@@ -78,30 +97,40 @@ def _table_part(
 
 
 @triton.jit
-def load_b(
-    arena, address, rank, index, exists, expert, r, n, inside, size, stride, num_slots,
+def find_b(
+    address, rank, index, item, exists, expert, r, stride, num_slots,
     ROW: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr, IDENTITY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    BY_RUN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of stacked factor rows: which exist, and B^T [GROUP * BLOCK_R, N].
+    """Of stacked factor rows: which exist, and where their factors begin in the arena.
 
     `address` and `rank` are `moe_factors`', rows `stride` apart; with IDENTITY, slots and the
     packed table.
     """
     if IDENTITY:
-        at, active = _table_part(address, rank, index, exists, num_slots, ROW, TOP_K)
+        at, active = _table_part(address, rank, index + item, exists, num_slots, ROW, TOP_K)
         step = SLICES * num_slots
         used = active & (r < tl.load(at, mask=active, other=0))
         b_at = tl.load(at + 2 * step, mask=active, other=0)
         b_at += expert * tl.load(at + 3 * step, mask=active, other=0)
+    elif BY_RUN:
+        used = r < of_runs(rank + ROW * stride + index, item, GROUP)
+        b_at = of_runs(address + ROW * stride + index, item, GROUP)
     else:
-        used = exists & (r < tl.load(rank + ROW * stride + index, mask=exists, other=0))
-        b_at = tl.load(address + ROW * stride + index, mask=exists, other=0)
+        at = ROW * stride + index + item
+        used = exists & (r < tl.load(rank + at, mask=exists, other=0))
+        b_at = tl.load(address + at, mask=used, other=0)
+    return used, b_at
+
+
+@triton.jit
+def load_b(arena, b_at, used, r, n, inside, size, ALIGNMENT: tl.constexpr):
+    """B^T [GROUP * BLOCK_R, N]."""
+    # Of what is computed here: the compiler forgets it of a function's argument.
     b_at = tl.multiple_of(b_at + r * size, [ALIGNMENT])
-    b_tile = tl.load(
+    return tl.load(
         arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
     )
-    return used, b_tile
 
 
 @triton.jit
@@ -154,29 +183,3 @@ def spread_rows(rows, own, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
 def own_rows(position, first, stop):
     """[M, N]: whether a position is of the item of a stacked factor row."""
     return (position[:, None] >= first[None, :]) & (position[:, None] < stop[None, :])
-
-
-TOUCH: tl.constexpr = tl.constexpr(
-    "{ .reg .pred p; setp.ne.s32 p, $2, 0; "
-    "@p cp.async.bulk.prefetch.L2.global [$1], $3; mov.u32 $0, 0; }"
-)
-
-
-@triton.jit
-def touch_b(
-    arena, address, rank, tile, count, column, size, stride,
-    ROW: tl.constexpr, BYTES: tl.constexpr, RUN_STRIDE: tl.constexpr, RANKS: tl.constexpr,
-):  # fmt: skip
-    """Ask this block of columns, BYTES a row, of B^T of all runs of a tile into the L2."""
-    ROWS: tl.constexpr = 512
-    for item in range(0, count, ROWS // RANKS):
-        lane = tl.arange(0, ROWS)
-        index = tile * RUN_STRIDE + item + lane // RANKS
-        r = lane % RANKS
-        used = r < tl.load(rank + ROW * stride + index)
-        b_at = tl.load(address + ROW * stride + index, mask=used, other=0)
-        at = (arena + (b_at + r * size + column)).to(tl.int64)
-        length = tl.zeros_like(lane) + BYTES
-        tl.inline_asm_elementwise(
-            TOUCH, "=r,l,r,r", [at, used.to(tl.int32), length], tl.int32, is_pure=False, pack=1
-        )

@@ -50,7 +50,7 @@ class FusedExpertsKernel:
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
         """What the layer launches before its products: to be timed alone."""
         plan = choose_plan(self.shape(topk_ids), lora.num_adapters if lora else 0)
-        return _order(topk_ids, lora, self.experts.down.shape[0], plan)
+        return _order(topk_ids, None, lora, self.experts.down.shape[0], plan)
 
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
         """What the plan depends on, for topk_ids [T, K]."""
@@ -97,7 +97,8 @@ def fused_experts(
     """
     base, pdl = plan.base, plan.base.pdl
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    order = _order(topk_ids, lora, experts.down.shape[0], plan)
+    scales = None if experts.scale_input else topk_weights
+    order = _order(topk_ids, scales, lora, experts.down.shape[0], plan)
     runs = None
     if lora is not None and plan.lora.by_run:
         runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl)
@@ -115,8 +116,7 @@ def fused_experts(
         shape = how.down_shrink if is_down else how.shrink
         h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
         early = how.early and how.by_run
-        touch = how.touch and pdl  # both need compute capability 9.0
-        return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early, touch)
+        return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)
 
     inter = moe_gate_up(
         x,
@@ -134,7 +134,7 @@ def fused_experts(
         inter,
         experts.down,
         experts.down_bias,
-        None if scaled else topk_weights,
+        order.scale,
         order,
         base.down,
         expand(inter, is_down=True),
@@ -149,7 +149,11 @@ def fused_experts(
 
 
 def _order(
-    topk_ids: torch.Tensor, lora: ExpertsLora | None, num_experts: int, plan: MoePlan
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    lora: ExpertsLora | None,
+    num_experts: int,
+    plan: MoePlan,
 ) -> PairOrder:
     base, by_run = plan.base, plan.lora.by_run
     factors = None
@@ -158,10 +162,11 @@ def _order(
         down = site_factors(lora.down, lora.most_rank(is_down=True))
         factors = PairFactors.empty(lora.slots, up, down, 0 if by_run else topk_ids.numel())
     if base.is_identity:
-        return identity_order(topk_ids, factors, num_experts, base.block_m)
+        return identity_order(topk_ids, factors, num_experts, base.block_m, topk_weights)
+    block_m, pdl = base.block_m, base.pdl
     if base.order_chunk:
         assert by_run, plan
         return order_many_pairs(
-            topk_ids, factors, num_experts, base.block_m, base.pdl, base.order_chunk
+            topk_ids, factors, num_experts, block_m, pdl, base.order_chunk, topk_weights
         )
-    return order_pairs(topk_ids, factors, num_experts, base.block_m, base.pdl, not by_run)
+    return order_pairs(topk_ids, factors, num_experts, block_m, pdl, not by_run, topk_weights)

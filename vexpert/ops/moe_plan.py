@@ -38,9 +38,8 @@ class LoraPlan:
     by_run: bool  # an item of a tile's expand is a run; else a row: pairs are then ordered at once
     group: int  # items of one dot
     item_stages: int = 1  # of the loop over groups
-    prefetch: bool = False  # the first group's factors before the base product
+    prefetch: bool = False  # the first group's factors before the base product; of runs, where
     early: bool = False  # shrunk rows before it too; runs only
-    touch: bool = False  # all factors asked into the L2 before it; runs only
 
 
 @dataclass(frozen=True)
@@ -130,7 +129,6 @@ def _lora(shape: MoeShape, adapters: int) -> LoraPlan:
         rows_per_expert=shape.pairs / shape.num_experts,
         rows_per_run=shape.pairs / max(1, runs),
     )
-    keys = ("by_run", "group", "item_stages", "prefetch", "early", "touch")
-    rest = {key: row[key] for key in keys if key in row}
+    rest = {key: row[key] for key in ("by_run", "group", "item_stages", "prefetch", "early")}
     plan = LoraPlan(ShrinkShape(**row["shrink"]), ShrinkShape(**row["down_shrink"]), **rest)
     return replace(plan, by_run=plan.by_run or order_chunk(shape.pairs) > 0)
