@@ -6,7 +6,7 @@ rows of all distinct A of the site; B as its transpose [E or 1, r, size] with th
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from math import lcm
 from typing import NamedTuple
 
@@ -106,17 +106,13 @@ class PackedAdapter:
 
     buffer: torch.Tensor  # [N] on the host
     entries: tuple[SiteEntry, ...]  # one per adapted site, by site index
+    cells: Cells  # the same for the tables: made by who packs, and not between two steps
     rank: int  # largest rank of a single factor
     extras: tuple[ExtraEntry, ...] = ()  # behind all factors
 
     @property
     def nbytes(self) -> int:
         return self.buffer.numel() * self.buffer.element_size()
-
-    @cached_property
-    def cells(self) -> Cells:
-        """For the tables. Loader threads ask first: the engine's thread has it ready."""
-        return entry_cells(self.entries)
 
 
 Rows = torch.Tensor | tuple[torch.Tensor, ...]  # [E or 1, r, width], or for each expert [r, width]
@@ -295,7 +291,8 @@ class _Plan:
         rank = max((r for entry in moved for r in entry.slice_rank), default=0)
         _check_finite(buffer[:total])
         write_extras(buffer, tail, extras)
-        return PackedAdapter(buffer, tuple(moved), rank, tail)
+        entries = tuple(moved)
+        return PackedAdapter(buffer, entries, entry_cells(entries), rank, tail)
 
 
 def _place_linear(plan: _Plan, site: LoraSite, factors: Factors) -> SiteEntry:
