@@ -307,12 +307,12 @@ class RunningServer:
     http: httpx.Client
 
     def client(self, **options: Any) -> openai.OpenAI:
-        options = {"api_key": "none", "max_retries": 0, "timeout": 20.0, **options}
+        options = {"api_key": "none", "max_retries": 0, "timeout": 60.0, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20.0
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60.0
         )
 
     def post(self, path: str, **options: Any) -> httpx.Response:
@@ -343,7 +343,7 @@ def serving(engine: Any, options: ServerOptions | None = None) -> Iterator[Runni
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     try:
         wait_for(lambda: server.started)
-        with httpx.Client(base_url=url, timeout=20.0) as http:
+        with httpx.Client(base_url=url, timeout=60.0) as http:
             yield RunningServer(url, engine, app, server, http)
     finally:
         server.should_exit = True

@@ -14,6 +14,7 @@ from vexpert.server.options import ServerOptions
 from vexpert.server.prompts import PromptBuilder
 from vexpert.server.recorder import Recorder
 from vexpert.server.tools.formats import FORMATS, ToolFormat
+from vexpert.server.tracing import make_traces
 
 SHOWN_NAMES = 20
 
@@ -29,6 +30,7 @@ class Service:
         self.recorder = Recorder()
         self.engine = AsyncEngine(engine, self.recorder, options.max_queue_len, options.keep_alive)
         self.prompts = PromptBuilder(engine, options.chat_template)
+        self.traces = make_traces(options.otlp_traces_endpoint)
         self.info = engine.model_info
         self.max_model_len = engine.max_model_len
         self.base_names = options.served_model_names or (self.info.name,)
