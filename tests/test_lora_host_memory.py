@@ -46,15 +46,17 @@ def test_slabs_are_divided_by_the_byte_and_given_back(pinned: set[int]) -> None:
     assert memory.slab_bytes == 1008 + 2000
     assert [int(buffer.sum()) for buffer in buffers] == [0, 100]
     memory.free(large)
-    assert (memory.slab_bytes, len(pinned)) == (1008 + 2000, 2)  # one stays, for the next load
-    memory.free(memory.allocate(600, torch.float32))
-    assert memory.slab_bytes == 1008 + 2000
+    assert (memory.slab_bytes, len(pinned)) == (1008 + 2000, 2)  # it stays, for the next load
+    memory.free(memory.allocate(500, torch.float32))
+    assert len(pinned) == 2
+    memory.free(memory.allocate(600, torch.float32))  # and goes where it is too small
+    assert (memory.slab_bytes, len(pinned)) == (1008 + 2400, 2)
     memory.free(buffers[0])
     again = memory.allocate(100, torch.float32)
     assert again.data_ptr() == buffers[0].data_ptr()
     for buffer in (again, buffers[1]):
         memory.free(buffer)
-    assert (memory.slab_bytes, len(pinned)) == (2000, 1)
+    assert (memory.slab_bytes, len(pinned)) == (1008 + 2400, 2)
     del memory
     gc.collect()
     assert not pinned

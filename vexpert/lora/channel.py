@@ -6,7 +6,7 @@ import socket
 import struct
 from typing import Any, NamedTuple
 
-from vexpert.lora.pack import SiteEntry
+from vexpert.lora.pack import Cells, SiteEntry
 from vexpert.lora.site_extras import ExtraEntry
 from vexpert.lora.source import Fingerprint, Source
 
@@ -33,9 +33,7 @@ class Need(NamedTuple):
 class Packed(NamedTuple):
     """From the reader: the room holds the adapter."""
 
-    entries: tuple[SiteEntry, ...]
-    rank: int
-    extras: tuple[ExtraEntry, ...]
+    packed: tuple[tuple[SiteEntry, ...], Cells, int, tuple[ExtraEntry, ...]]  # but for the buffer
     files: Fingerprint
     warnings: tuple[str, ...]
 

@@ -119,7 +119,7 @@ class HostMemory:
         self._pinned, self._shared = pinned, shared
         # What is not pinned costs little to make: a slab for each buffer, gone when it is freed.
         self._slab_bytes = _aligned(slab_bytes) if pinned else ALIGN_BYTES
-        self._lock = threading.Lock()
+        self._lock, self._growing = threading.Lock(), threading.Lock()
         self._slabs: list[_Slab] = []
         self._owners: dict[int, tuple[_Slab, int]] = {}  # address -> slab and start
         _memories.add(self)
@@ -129,11 +129,12 @@ class HostMemory:
         if not (self._pinned or self._shared):
             return torch.empty(elements, dtype=dtype)
         nbytes = elements * dtype.itemsize
-        with self._lock:
-            slab, start = self._place(max(nbytes, 1))
-            buffer = slab.buffer[start : start + nbytes].view(dtype)
-            self._owners[buffer.data_ptr()] = (slab, start)
-            return buffer
+        buffer = self._place(nbytes)
+        if buffer is None:
+            with self._growing:  # `free` must not wait while memory is pinned
+                while (buffer := self._place(nbytes)) is None:
+                    self._grow(nbytes)
+        return buffer.view(dtype)
 
     def locate(self, buffer: torch.Tensor) -> tuple[int, Room]:
         """Descriptor of the shared memory that `allocate` gave, and the place there."""
@@ -155,9 +156,8 @@ class HostMemory:
         with self._lock:
             slab, start = self._owners.pop(buffer.data_ptr())
             slab.allocator.free(start)
-            # One empty slab stays: pinning another for the next load would hold up the steps.
-            empty = [other for other in self._slabs if not other.allocator.blocks]
-            if slab in empty and (len(empty) > 1 or not self._pinned):  # not of before a fork
+            # A pinned slab stays, for the next load: pinning and unpinning hold up the steps.
+            if not self._pinned and slab in self._slabs:  # else it is of before a fork
                 self._slabs.remove(slab)
                 slab.close()
 
@@ -191,20 +191,31 @@ class HostMemory:
     def _new(self, nbytes: int) -> _Slab:
         return _Slab(nbytes, self._pinned, self._shared)
 
-    def _place(self, nbytes: int) -> tuple[_Slab, int]:
-        for slab in self._slabs:
-            start = slab.allocator.allocate(nbytes)
-            if start is not None:
-                return slab, start
+    def _place(self, nbytes: int) -> torch.Tensor | None:
+        """Bytes of a slab that has room for them."""
+        with self._lock:
+            for slab in self._slabs:
+                start = slab.allocator.allocate(nbytes)
+                if start is not None:
+                    buffer = slab.buffer[start : start + nbytes]
+                    self._owners[buffer.data_ptr()] = (slab, start)
+                    return buffer
+            return None
+
+    def _grow(self, nbytes: int) -> None:
+        """Another slab, and no empty one that was too small."""
+        with self._lock:
+            small = [slab for slab in self._slabs if not slab.allocator.blocks]
+            self._slabs = [slab for slab in self._slabs if slab.allocator.blocks]
+        for slab in small:
+            slab.close()
         slab = self._new(max(self._slab_bytes, _aligned(nbytes)))
-        self._slabs.append(slab)
-        start = slab.allocator.allocate(nbytes)
-        assert start is not None
-        return slab, start
+        with self._lock:
+            self._slabs.append(slab)
 
     def forget(self) -> None:
         """In a copy of the process, whose writes the first one would see: take new memory."""
-        self._lock = threading.Lock()
+        self._lock, self._growing = threading.Lock(), threading.Lock()
         if self._shared:
             self._slabs = []
 

@@ -123,9 +123,7 @@ class HostTier:
     def _read(self, version: Version) -> tuple[HostCopy, float]:
         began = time.perf_counter()
         allocate = functools.partial(self._allocate, version)
-        host = self._load(version, allocate)
-        _ = host.packed.cells  # made here, and not in a step
-        return host, time.perf_counter() - began
+        return self._load(version, allocate), time.perf_counter() - began
 
     def _load(self, version: Version, allocate: Allocate) -> HostCopy:
         if self.readers is not None and version.source.folder is not None:

@@ -4,9 +4,9 @@ Formula: slice i of a site adds `scale * B_i @ A_i @ x`. A is stored as [E or 1,
 rows of all distinct A of the site; B as its transpose [E or 1, r, size] with the scale inside.
 """
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from functools import cached_property, partial
+from functools import partial
 from math import lcm
 from typing import NamedTuple
 
@@ -106,17 +106,13 @@ class PackedAdapter:
 
     buffer: torch.Tensor  # [N] on the host
     entries: tuple[SiteEntry, ...]  # one per adapted site, by site index
+    cells: Cells  # the same for the tables: made by who packs, and not between two steps
     rank: int  # largest rank of a single factor
     extras: tuple[ExtraEntry, ...] = ()  # behind all factors
 
     @property
     def nbytes(self) -> int:
         return self.buffer.numel() * self.buffer.element_size()
-
-    @cached_property
-    def cells(self) -> Cells:
-        """For the tables. Loader threads ask first: the engine's thread has it ready."""
-        return entry_cells(self.entries)
 
 
 Rows = torch.Tensor | tuple[torch.Tensor, ...]  # [E or 1, r, width], or for each expert [r, width]
@@ -158,17 +154,25 @@ def _rows_together(source: torch.Tensor) -> torch.Tensor | None:
     return matrix.view(rank, experts, width).transpose(0, 1)
 
 
-def _write(place: torch.Tensor, source: torch.Tensor, scale: float) -> None:
-    """Copy [r, width] to `place`, scaled in float32, then rounded.
+def _write(place: torch.Tensor, sources: Sequence[torch.Tensor], scale: float) -> None:
+    """Copy each [r, width] to its row of `place` [n, r, width], scaled in float32, then rounded.
 
-    Transposed sources take PyTorch's blocked copy, which needs matrices of one dtype.
+    Transposed sources take PyTorch's blocked copy, which needs matrices of one dtype. One call for
+    all: threads that come back for the interpreter's lock after each are no faster than one.
     """
-    if source.dtype == place.dtype:
-        place.copy_(source)
-        if scale != 1.0:
-            place.mul_(scale)
-    else:
-        place.copy_(source if scale == 1.0 else source.to(torch.float32) * scale)
+    if sources[0].dtype == place.dtype or scale == 1.0:
+        rows = list(place.unbind(0))
+        torch._foreach_copy_(rows, list(sources))
+        if scale == 1.0:
+            return
+        if float(torch.tensor(scale, dtype=place.dtype)) == scale:  # it rounds the scale first
+            torch._foreach_mul_(rows, scale)
+            return
+        for row in rows:
+            row.mul_(scale)
+        return
+    for row, source in zip(place, sources, strict=True):
+        row.copy_(source.to(torch.float32) * scale)
 
 
 @dataclass(frozen=True)
@@ -195,8 +199,8 @@ class _Piece:
 
     def _write(self, place: torch.Tensor, source: Rows, start: int, end: int) -> None:
         last = _shape(source)[0] - 1
-        for expert in range(start, end):
-            _write(place[expert], source[min(expert, last)], self.scale)
+        sources = [source[min(expert, last)] for expert in range(start, end)]
+        _write(place[start:end], sources, self.scale)
 
 
 @dataclass
@@ -286,7 +290,8 @@ class _Plan:
             moved.append(replace(entry, b_offset=offsets))
         rank = max((r for entry in moved for r in entry.slice_rank), default=0)
         write_extras(buffer, tail, extras)
-        return PackedAdapter(buffer, tuple(moved), rank, tail)
+        entries = tuple(moved)
+        return PackedAdapter(buffer, entries, entry_cells(entries), rank, tail)
 
 
 def _place_linear(plan: _Plan, site: LoraSite, factors: Factors) -> SiteEntry:

@@ -120,7 +120,8 @@ class _Server:
         except Exception as error:  # noqa: BLE001  (the other process hears of it, whatever it is)
             return Failed(_portable(error))
         packed = host.packed
-        return Packed(packed.entries, packed.rank, packed.extras, host.files, host.warnings)
+        parts = packed.entries, packed.cells, packed.rank, packed.extras
+        return Packed(parts, host.files, host.warnings)
 
     def _allocate(self, elements: int) -> "torch.Tensor":
         from vexpert.lora.channel import Need

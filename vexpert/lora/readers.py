@@ -84,7 +84,7 @@ class Reader:
             raise answer.error
         assert isinstance(answer, Packed)
         assert buffer is not None
-        packed = PackedAdapter(buffer, answer.entries, answer.rank, answer.extras)
+        packed = PackedAdapter(buffer, *answer.packed)
         return HostCopy(packed, answer.files, answer.warnings)
 
     def _place(self, elements: int, allocate: Allocate, memory: HostMemory) -> torch.Tensor:
