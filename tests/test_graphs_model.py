@@ -19,7 +19,7 @@ from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
 from vexpert.engine.graphs import DecodeGraphs
 from vexpert.engine.sampling_params import SamplingParams
-from vexpert.engine.warmup import run_steps, step_sizes
+from vexpert.engine.warmup import WarmUp, _signatures, powers, run_steps
 from vexpert.models.loader import serve
 from vexpert.models.served import TransformersModel
 from vexpert.ops import attention as attention_ops
@@ -248,10 +248,28 @@ def test_steps_of_the_warm_up_run_with_and_without_lora(models: Models, device: 
         return logits
 
     model.raw_logits = watched  # type: ignore[method-assign]
-    run_steps(model, 8, 4, 20, 3)
-    sizes = [1, 3, 4, 16, 20]
+    run_steps(model, WarmUp(8, 4, 20, 3))
+    sizes = [1, 2, 3, 4, 8, 16, 20]
     assert seen == [(n, False) for n in sizes] + [(n, True) for n in sizes] * 2
     seen.clear()
-    run_steps(model, 8, 4, 0, 5)
-    assert [n for n, _ in seen] == [1, 4, 5] * 3
-    assert step_sizes(2048) == [1, 4, 16, 64, 256, 1024, 2048]
+    run_steps(model, WarmUp(8, 4, 20, 5, "decode"), only_last=True)
+    assert [n for n, _ in seen] == [5] * 3
+    seen.clear()
+    run_steps(model, WarmUp(8, 4, 20, 5, "none"))
+    assert not seen
+    assert powers(20) == [1, 2, 4, 8, 16, 20]
+    assert powers(0) == []
+
+
+def test_the_head_and_embeddings_are_not_warmed_up(models: Models) -> None:
+    model = models.engine("cpu", with_graphs=False).model
+    base, one, many = _signatures(model)
+    assert base is None
+    assert one is not None
+    assert many is not None
+    assert (one.adapters, many.adapters) == (1, 32)
+    for site in model.targets.sites:
+        is_rare = "embed" in site.name or "lm_head" in site.name
+        assert (one.ranks[site.index] == 0) == is_rare
+        if site.name.endswith("gate_up"):
+            assert one.ranks[site.index] == 32

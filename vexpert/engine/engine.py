@@ -29,7 +29,7 @@ from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.scheduler import Chunk, Scheduler
 from vexpert.engine.validation import check_params, check_prompt
-from vexpert.engine.warmup import warm_up
+from vexpert.engine.warmup import WarmUp, warm_up
 from vexpert.errors import AdapterNotFoundError, RequestError
 from vexpert.lora.types import AdapterInfo, AdapterRef
 from vexpert.models.types import ServedModel
@@ -94,12 +94,9 @@ class Engine:
         self._arrivals = itertools.count()
         self._prompt_tokens = self._generation_tokens = self._steps = 0
         if model.info.device.type == "cuda" or capturer is not None:
-            warm_up(
-                *(model, graphs, cache.num_blocks, config.block_size),
-                config.max_num_batched_tokens,
-                config.max_num_seqs,
-                config.warm_up,
-            )
+            sizes = config.max_num_batched_tokens, config.max_num_seqs
+            extent = WarmUp(cache.num_blocks, config.block_size, *sizes, config.warm_up)
+            warm_up(model, graphs, self._sampler, extent)
         boot.log_budgets(model, config, cache, self.max_model_len, self._adapters)
 
     def add_request(

@@ -10,6 +10,7 @@ from vexpert.engine.logit_adjust import add_biases, apply_min_p, apply_penalties
 from vexpert.engine.logprobs import LogprobsCopy, TokenLogprobs
 from vexpert.engine.sampler_rows import SamplerRows
 from vexpert.engine.sampler_state import SamplerState
+from vexpert.engine.sampling_params import SamplingParams
 
 NO_TOKEN = -1  # of a row whose logits, as adjusted, are not a distribution
 
@@ -74,6 +75,11 @@ class Sampler:
             report = LogprobsCopy(part, seen.of(tokens, asked).clamp(min=0), seen.counts)
         return Sampling(tokens, report, asked)
 
+    def rehearse(self, vocab_size: int, device: torch.device) -> None:
+        """Draw one token of nothing: on a GPU the kernel is compiled."""
+        state = SamplerState(SamplingParams(seed=0), [], ())
+        self.begin(torch.zeros(1, vocab_size, device=device), [state])
+
     def _adjust(self, logits: torch.Tensor, rows: list[SamplerState]) -> torch.Tensor:
         if not any(row.is_adjusted for row in rows):
             return logits
@@ -88,7 +94,10 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: SamplerRows) -> torch.Tensor:
         if not rows.drawn:
             return _largest(logits)
-        drawn = self._draw(rows.of(logits, rows.drawn), rows)
+        if logits.is_cuda:
+            drawn = self._draw_on_gpu(logits, rows)
+        else:
+            drawn = self._draw(rows.of(logits, rows.drawn), rows)
         if len(rows.drawn) == len(rows.states):
             return drawn
         tokens = _largest(logits)
@@ -111,6 +120,13 @@ class Sampler:
         target = self._uniforms(rows).to(logits.device, non_blocking=True)[:, None] * total
         tokens = torch.searchsorted(cumulative, target, right=True)
         return torch.where(total.isfinite(), tokens, NO_TOKEN)[:, 0]
+
+    def _draw_on_gpu(self, logits: torch.Tensor, rows: SamplerRows) -> torch.Tensor:
+        """The same from all logits [n, V], in one launch, whatever the options."""
+        from vexpert.kernels.sample import sample  # needs Triton
+
+        uniforms = self._uniforms(rows).to(logits.device, non_blocking=True)
+        return sample(logits, rows.index(rows.drawn), rows.sample_limits, uniforms)
 
     def _uniforms(self, rows: SamplerRows) -> torch.Tensor:
         """One number of [0, 1) for each drawn row, float64 [d], on the host."""

@@ -3,10 +3,14 @@
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TYPE_CHECKING
 
 import torch
 
 from vexpert.engine.sampler_state import SamplerState
+
+if TYPE_CHECKING:
+    from vexpert.kernels.sample import SampleLimits
 
 BELOW_ONE = 1.0 - 2.0**-50  # keeps u * total below total after rounding
 # Above any sum of probabilities, so that rounding never cuts where top-p is off.
@@ -80,6 +84,20 @@ class SamplerRows:
     def limits(self) -> TopLimits:
         """Of the ranked rows."""
         return TopLimits.of([self._drawn[i] for i in self.ranked], self._device)
+
+    @cached_property
+    def sample_limits(self) -> "SampleLimits":
+        """Of the drawn rows, as the kernel takes them."""
+        from vexpert.kernels.sample import SampleLimits  # needs Triton
+
+        limits = TopLimits.of(self._drawn, self._device)
+        min_p = [row.params.min_p for row in self._drawn]
+        return SampleLimits(
+            self.temperature.view(-1),
+            torch.tensor(min_p, dtype=torch.float32).log().to(self._device),
+            limits.top_k.view(-1),
+            limits.top_p.view(-1),
+        )
 
     def uniforms(self, shared: torch.Generator) -> torch.Tensor:
         """One number of [0, 1) for each drawn row, float64 [d], on the host."""

@@ -1,104 +1,130 @@
 """Before an engine is ready: kernels compiled, decode graphs captured, so no request waits for it.
 
-Which tiles a kernel is compiled for depends on how many rows a step has; a choice holds for a
-factor of four rows at least (`ops/moe_plans.json`), so powers of four meet them all.
+Which kernel a step runs depends on how many rows it has, through plans that are data and through
+tiles that are powers of two; so steps of each power of two meet them all.
 """
 
 import time
+from dataclasses import dataclass
 
 import torch
 
 from vexpert.engine.graphs import DecodeGraphs
+from vexpert.engine.sampler import Sampler
 from vexpert.log import get_logger
-from vexpert.lora.types import BatchView, LoraSignature
+from vexpert.lora.types import BatchView, EmbeddingTarget, LinearTarget, LoraSignature, TargetMap
 from vexpert.models.types import ServedModel, StepInput
 
 logger = get_logger(__name__)
 
 RANK = 16  # of the adapters whose kernels are compiled; others compile some at their first use
 COUNTS = (1, 32)  # active adapters: one has runs of many rows, many have few
+MIB = 2**20
 
 
-def step_sizes(most: int) -> list[int]:
-    """Rows of the steps to run, ascending; `most` is the last."""
-    return [*(4**i for i in range(most.bit_length()) if 4**i < most), most]
+@dataclass(frozen=True)
+class WarmUp:
+    """How much of it: steps of up to so many tokens of prompts, and rows of decode steps."""
+
+    num_blocks: int
+    block_size: int
+    most_tokens: int
+    most_rows: int
+    scope: str = "all"  # "decode": no prompts; "none": graphs alone, with the kernels they need
+
+
+def powers(most: int) -> list[int]:
+    """1, 2, 4 .. up to `most`, which is the last."""
+    return [*(1 << i for i in range(most.bit_length()) if 1 << i < most), most] if most else []
 
 
 def warm_up(
-    model: ServedModel,
-    graphs: DecodeGraphs | None,
-    num_blocks: int,
-    block_size: int,
-    most_tokens: int,
-    most_rows: int,
-    scope: str = "all",
+    model: ServedModel, graphs: DecodeGraphs | None, sampler: Sampler, extent: WarmUp
 ) -> None:
-    """Compile kernels on a GPU, then capture graphs; logs the time. The cache must be empty.
-
-    `scope`: "all"; "decode": no prompts; "none": graphs alone, with the kernels that they need.
-    """
+    """Compile kernels on a GPU, then capture graphs; logs the time. The cache must be empty."""
     began = time.monotonic()
     with torch.inference_mode():
         if model.info.device.type == "cuda":
             from vexpert.kernels.compile_ahead import compile_only  # needs Triton
 
-            sizes = num_blocks, block_size, most_tokens if scope == "all" else 0, most_rows
             with compile_only():
+                sampler.rehearse(model.info.vocab_size, model.info.device)
                 if graphs is not None:
                     graphs.rehearse()
-                if scope != "none":
-                    run_steps(model, *sizes)
+                run_steps(model, extent)
             _synchronize(model)
             logger.info("warm-up: kernels compiled in %.1f s", time.monotonic() - began)
-            if scope != "none":
-                run_steps(model, *sizes)
-        _synchronize(model)
-        compiled = time.monotonic()
+            run_steps(model, extent, only_last=True)
         if graphs is not None:
-            graphs.warm_up()
-            _synchronize(model)
-    captured = time.monotonic()
+            _capture(model, graphs)
+
+
+def _capture(model: ServedModel, graphs: DecodeGraphs) -> None:
+    began, free = time.monotonic(), _free_bytes(model)
+    graphs.warm_up()
+    _synchronize(model)
+    taken = (free - _free_bytes(model)) / MIB
     logger.info(
-        "warm-up: %.1f s for kernels, %.1f s for %d graphs of decode steps",
-        *(compiled - began, captured - compiled, 0 if graphs is None else graphs.num_captured),
+        "warm-up: %d graphs of decode steps captured in %.1f s, %.1f MiB",
+        *(graphs.num_captured, time.monotonic() - began, taken),
     )
 
 
-def run_steps(
-    model: ServedModel, num_blocks: int, block_size: int, most_tokens: int, most_rows: int
-) -> None:
-    """Run decode steps of up to `most_rows`, and prompts of up to `most_tokens`, 0 for none.
+def run_steps(model: ServedModel, extent: WarmUp, only_last: bool = False) -> None:
+    """Run decode steps and prompts, with LoRA's kernels too if the model has tables.
 
-    With LoRA's kernels too if the model has tables. What these steps write to the cache no request
-    can see.
+    `only_last`: the largest of both. What these steps write to the cache no request can see.
     """
-    steps = _Steps(model, num_blocks * block_size, block_size)
-    most_rows, most_tokens = min(most_rows, num_blocks), min(most_tokens, num_blocks * block_size)
-    rows = step_sizes(most_rows)
+    if extent.scope == "none":
+        return
+    cache_rows = extent.num_blocks * extent.block_size
+    steps = _Steps(model, cache_rows, extent.block_size)
+    most_rows = min(extent.most_rows, extent.num_blocks)
+    most_tokens = min(extent.most_tokens, cache_rows) if extent.scope == "all" else 0
     # Below most_rows a prompt has the kernels of a decode step, but for its attention.
-    prompts = [n for n in step_sizes(most_tokens) if n in (4, most_tokens) or n > most_rows]
+    rows = powers(most_rows)
+    prompts = [n for n in powers(most_tokens) if n in (4, most_tokens) or n > most_rows]
+    if only_last:
+        rows, prompts = rows[-1:], prompts[-1:]
     for signature in _signatures(model):
         began = time.monotonic()
         for count in rows:
             model.forward(steps.decode(count, signature))
-        for tokens in prompts if most_tokens else ():
+        for tokens in prompts:
             model.forward(steps.prompt(tokens, signature))
-        _synchronize(model)
         what = "base" if signature is None else f"LoRA, up to {signature.adapters} adapters"
-        logger.info("warm-up, %s: steps run in %.1f s", what, time.monotonic() - began)
+        logger.info("warm-up, %s: steps begun in %.1f s", what, time.monotonic() - began)
 
 
 def _signatures(model: ServedModel) -> list[LoraSignature | None]:
-    """Without LoRA, and with adapters of one rank on every site."""
+    """Without LoRA, and with adapters of one rank on the sites that most adapters have."""
     if model.lora.tables is None:
         return [None]
-    ranks = tuple(RANK * len(site.slices) for site in model.targets.sites)
+    rare = _rare_sites(model.targets, model.info.vocab_size)
+    ranks = tuple(
+        0 if site.index in rare else RANK * len(site.slices) for site in model.targets.sites
+    )
     return [None, *(LoraSignature(ranks, count) for count in COUNTS)]
+
+
+def _rare_sites(targets: TargetMap, vocab_size: int) -> set[int]:
+    """Sites of embeddings and of the head."""
+    return {
+        target.site.index
+        for target in targets.targets.values()
+        if isinstance(target, EmbeddingTarget)
+        or (isinstance(target, LinearTarget) and target.out_features == vocab_size)
+    }
 
 
 def _synchronize(model: ServedModel) -> None:
     if model.info.device.type == "cuda":
         torch.cuda.synchronize(model.info.device)
+
+
+def _free_bytes(model: ServedModel) -> int:
+    is_cuda = model.info.device.type == "cuda"
+    return torch.cuda.mem_get_info(model.info.device)[0] if is_cuda else 0
 
 
 class _Steps:
