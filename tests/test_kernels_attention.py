@@ -93,16 +93,25 @@ def test_many_sequences_of_a_prefill() -> None:
     assert worst_row_error(prefilled(case), case.expected()) < LIMIT
 
 
-@pytest.mark.parametrize("lens", [[(1, 20), (0, 7), (1, 33)], [(3, 20), (0, 7), (1, 33)]])
-def test_padding_is_left_as_it_is(lens: list[tuple[int, int]]) -> None:
+def test_padding_of_a_mixed_step_is_left_as_it_is() -> None:
     """Sequences without query rows, the first too, and rows behind the last sequence."""
+    lens = [(3, 20), (0, 7), (1, 33)]
     case = make_case([(0, 4), *lens, (0, 9)], Sizes(spare_rows=5))
     out = torch.full((*case.query.shape[:2], 12), 7.0)
     done = paged_attention(case.query, case.keys, case.values, case.batch, out=out, **case.options)
     assert done is out
-    used = sum(q for q, _ in lens)
-    assert worst_row_error(out[:used], case.expected()[:used]) < LIMIT
-    assert (out[used:] == 7.0).all()
+    assert worst_row_error(out[:4], case.expected()[:4]) < LIMIT
+    assert (out[4:] == 7.0).all()
+
+
+def test_padding_of_a_decode_step_becomes_zero() -> None:
+    """The last sequences, without query rows, and their rows; rows beyond them stay."""
+    case = make_case([(1, 20), (1, 33), (0, 7), (0, 1)], Sizes(spare_rows=5))
+    out = torch.full((*case.query.shape[:2], 12), 7.0)
+    paged_attention(case.query, case.keys, case.values, case.batch, out=out, **case.options)
+    assert worst_row_error(out[:2], case.expected()[:2]) < LIMIT
+    assert (out[2:4] == 0.0).all()
+    assert (out[4:] == 7.0).all()
 
 
 def test_a_long_context_in_a_mixed_step_is_split() -> None:

@@ -100,7 +100,7 @@ def _decode_kernel(
     query, keys, values, query_starts, kv_lens, block_tables, sinks, out, part_out, part_peak,
     part_total, arrivals, width, scale, softcap, window, chunk, stride_qt, stride_qh, stride_kr,
     stride_kh, stride_vr, stride_vh, stride_table, stride_ot, stride_oh, min_keys,
-    splits,
+    splits, num_rows,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
@@ -117,6 +117,14 @@ def _decode_kernel(
     next_token = tl.load(query_starts + b + 1)
     kv_len = tl.load(kv_lens + b).to(tl.int32)
     if next_token - token != 1:
+        # Padding of a graph: what its row holds is computed with, so it must be a number, and the
+        # same for all such rows, which then go to the same experts.
+        if (split == 0) & (b >= tl.load(query_starts + tl.num_programs(1))) & (b < num_rows):
+            h = tl.arange(0, BLOCK_H)[:, None]
+            column = tl.arange(0, BLOCK_DV)[None, :]
+            row = out + b.to(tl.int64) * stride_ot + (first_head + h) * stride_oh + column
+            zero = tl.zeros((BLOCK_H, BLOCK_DV), dtype=out.dtype.element_ty)
+            tl.store(row, zero, mask=(h < heads_left) & (column < DV))
         return
     left = 0
     if HAS_WINDOW:
@@ -238,6 +246,7 @@ def paged_decode(
         DV=sizes.value_width,
         BLOCK_SIZE=batch.block_size,
         splits=splits,
+        num_rows=out.shape[0],
         IS_SPLIT=splits > 1,
         BLOCK_S=MOST_SPLITS,
         BLOCK_H=block_h,

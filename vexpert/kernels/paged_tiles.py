@@ -17,6 +17,7 @@ UNSPECIALIZED = [
     "least_len",
     "min_keys",
     "splits",
+    "num_rows",
 ]
 LOG2E: tl.constexpr = tl.constexpr(1.4426950408889634)
 

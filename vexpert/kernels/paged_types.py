@@ -12,7 +12,7 @@ class AttentionBatch:
 
     Its queries are the last positions of its kv_lens[b] keys, which lie in the cache rows
     block_tables[b, position // block_size] * block_size + position % block_size. A sequence without
-    query rows is padding of a captured graph: nothing of it is read or written.
+    query rows is padding of a captured graph: none of its keys is read.
     """
 
     query_starts: torch.Tensor  # [B + 1] int64
