@@ -129,7 +129,7 @@ def demo() -> LLM:
     llm = LLM(dtype="float32", device="cpu", max_num_seqs=8)
     llm.load_adapter("upper", str(source))
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("vexpert.lora.checks.LARGEST_CHANGE", float("inf"))
+        patch.setattr("vexpert.lora.formats.context.LARGEST_CHANGE", float("inf"))
         llm.load_adapter("huge", tensors=huge, config=config)
     return llm
 

@@ -52,8 +52,9 @@ def paged_attention(
     Query i sees keys j with j > i - window, and j // chunk == i // chunk, of those at or before it.
     softcap: scores s become softcap * tanh(s / softcap). sinks [Hq]: a score more in each head's
     softmax, without a value. Returns [T, Hq, dv] in `out`, or new; rows from query_starts[-1] on
-    are left as they are, but for a decode step's (max_query_len 1), which become zero. No value is asked of the device: a captured graph may be replayed with
-    other lengths and tables, up to max_query_len and max_kv_len.
+    are left as they are, but for a decode step's (max_query_len 1), which become zero.
+    No value is asked of the device: a captured graph may be replayed with other lengths and
+    tables, up to max_query_len and max_kv_len.
     """
     from vexpert.kernels.paged_decode import paged_decode  # needs Triton
     from vexpert.kernels.paged_prefill import paged_prefill
