@@ -313,8 +313,6 @@ def build_engine(config: EngineConfig, modules: list[LoraModule]) -> "EngineProt
         info = call(module.name, module.path, **options)
         size = info.host_bytes / 2**20
         logger.info("adapter %s: rank %d, %.2f MiB, %s", info.name, info.rank, size, info.path)
-        for warning in info.warnings:
-            logger.warning("adapter %s: %s", info.name, warning)
     return engine
 
 
