@@ -142,7 +142,10 @@ def expands(rows: int) -> list[DenseTile]:
                 DenseTile(16, 64, 0, 2, 1, 1, True)]  # fmt: skip
     return [DenseTile(64, 128, 0, 4, 1, 1), DenseTile(64, 64, 0, 4, 1, 1),
             DenseTile(32, 128, 0, 4, 1, 1), DenseTile(128, 64, 0, 4, 1, 1),
-            DenseTile(32, 256, 0, 4, 1, 1), DenseTile(64, 128, 0, 8, 1, 1)]  # fmt: skip
+            DenseTile(64, 128, 0, 4, 2, 1, False, 4), DenseTile(64, 128, 0, 4, 3, 1, False, 8),
+            DenseTile(64, 64, 0, 4, 3, 1, False, 8), DenseTile(32, 128, 0, 4, 3, 1, False, 8),
+            DenseTile(64, 256, 0, 8, 2, 1, False, 4),
+            DenseTile(128, 128, 0, 8, 2, 1, False, 8)]  # fmt: skip
 
 
 def contenders(cell: Cell, sweep: bool) -> dict[str, Call]:

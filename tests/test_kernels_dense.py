@@ -23,6 +23,7 @@ PLANS = {
     "groups": DensePlan(DenseTile(16, 32, 16, group=4), RUNS, DenseTile(16, 32, group=2)),
     "chunks": DensePlan(DenseTile(32, 16, 64, group=2), CHUNKS, DenseTile(32, 32, group=8)),
     "library": DensePlan(None, CHUNKS, DenseTile(64, 32)),
+    "wide": DensePlan(None, CHUNKS, DenseTile(32, 16, num_stages=2, steps=2)),
     "runs": DensePlan(None, RUNS, DenseTile(16, 32, by_run=True)),
 }
 
@@ -63,7 +64,7 @@ def test_odd_sizes_and_strides(name: str) -> None:
     assert_layer(replace(case, weight=case.weight.t().contiguous().t()), PLANS[name])
 
 
-@pytest.mark.parametrize("name", ["groups", "chunks", "library", "runs"])
+@pytest.mark.parametrize("name", ["groups", "chunks", "wide", "runs"])
 @pytest.mark.parametrize("rank", [40, 64, 130])
 def test_ranks(name: str, rank: int) -> None:
     assert_layer(make_packed(5, 32, (32, 16), max_rank=rank), PLANS[name])
@@ -74,7 +75,7 @@ def test_float16(name: str) -> None:
     assert_layer(make_packed(9, 32, (32, 16), dtype=torch.float16), PLANS[name])
 
 
-@pytest.mark.parametrize("name", ["groups", "chunks", "runs"])
+@pytest.mark.parametrize("name", ["groups", "wide", "runs"])
 @pytest.mark.parametrize("share", [0.0, 1.0])
 def test_no_base_row_or_only_such(name: str, share: float) -> None:
     assert_layer(make_packed(6, 32, (32, 16), base_share=share), PLANS[name])

@@ -2,7 +2,8 @@
 
 All sites and runs in one launch; each element of y is read, added to in float32, rounded and
 written by one program. Base rows and sites without an adapter are neither read nor written. A
-program takes a tile of rows, or (`by_run`) the run that starts at its position, or is cut there.
+program takes a tile of rows, or (`by_run`) the run that starts at its position, or is cut there, or
+(`steps`) a tile's runs one after another over several blocks of columns.
 
 | array | shape | holds |
 |---|---|---|
@@ -131,6 +132,60 @@ def _expand_runs_kernel(
     tl.store(target, total.to(y.dtype.element_ty), mask=stored)
 
 
+@triton.jit(do_not_specialize=["num_rows"])
+def _expand_wide_kernel(
+    h, row_at, slot_at, run_end, counts, arena, table, y, num_rows, num_slots, site_step,
+    stride_h, stride_y,
+    SIZES: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr, BLOCK_R: tl.constexpr,
+    RANK_STEPS: tl.constexpr, ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, STEPS: tl.constexpr,
+    STAGES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_release(PDL)
+    site, before, chunk, size = site_of(tl.program_id(0), SIZES, BLOCK_N * STEPS)
+    table += site.to(tl.int64) * site_step
+    at = tl.program_id(1) * BLOCK_M
+    pdl_wait(PDL)
+    end = tl.minimum(at + BLOCK_M, tl.load(counts))
+    position = at + tl.arange(0, BLOCK_M)
+    dtype: tl.constexpr = arena.dtype.element_ty
+    while at < end:
+        stop = tl.minimum(tl.load(run_end + at), end)
+        slot = tl.load(slot_at + at)
+        rank = tl.load(table + slot)
+        b_at = tl.load(table + 5 * num_slots + slot)
+        own = (position >= at) & (position < stop)
+        row = tl.load(row_at + position, mask=own, other=0)
+        if rank > 0:
+            rows = shrunk_rows(
+                h, row, own, site, 0, num_rows, stride_h, PLANES, WIDTH, BLOCK_R, dtype
+            )
+            for step in tl.range(0, STEPS, num_stages=STAGES):
+                n = (chunk * STEPS + step) * BLOCK_N + tl.arange(0, BLOCK_N)
+                inside = n < size
+                column = before + (chunk * STEPS + step) * BLOCK_N
+                column = tl.multiple_of(column, COLUMN_ALIGNMENT) + tl.arange(0, BLOCK_N)
+                target = y + row.to(tl.int64)[:, None] * stride_y + column[None, :]
+                stored = own[:, None] & inside[None, :]
+                total = tl.load(target, mask=stored, other=0.0).to(tl.float32)
+                for part in tl.static_range(RANK_STEPS):
+                    if RANK_STEPS > 1:
+                        rows = shrunk_rows(
+                            h, row, own, site, part, num_rows, stride_h, PLANES, WIDTH, BLOCK_R,
+                            dtype,
+                        )  # fmt: skip
+                    r = part * BLOCK_R + tl.arange(0, BLOCK_R)
+                    line = tl.multiple_of(b_at + r * size, [ALIGNMENT])
+                    b_tile = tl.load(
+                        arena + line[:, None] + n[None, :],
+                        mask=(r < rank)[:, None] & inside[None, :],
+                        other=0.0,
+                    )
+                    total = tl.dot(rows, b_tile, total, input_precision=PRECISION)
+                tl.store(target, total.to(y.dtype.element_ty), mask=stored)
+        at = stop
+
+
 def dense_expand(
     h: torch.Tensor,
     order: RowOrder,
@@ -163,6 +218,14 @@ def dense_expand(
         _expand_runs_kernel[(blocks, rows)](
             h, order.row, order.slot, order.run_start, order.run_end, *rest, **options
         )
+        return
+    if tile.steps > 1 and not order.is_identity:
+        options.pop("GROUP")
+        blocks = column_blocks(factors.sizes, tile.block_n * tile.steps)
+        _expand_wide_kernel[(blocks, triton.cdiv(rows, tile.block_m))](
+            h, order.row, order.slot, order.run_end, order.counts, *rest, STEPS=tile.steps,
+            STAGES=tile.num_stages, **options,
+        )  # fmt: skip
         return
     _expand_kernel[(blocks, triton.cdiv(rows, tile.block_m))](
         h, order.row, order.run, order.row_run, order.run_slot, order.counts, *rest,

@@ -50,6 +50,7 @@ class DenseTile:
     num_stages: int = 3
     group: int = 1  # runs whose factors one dot takes
     by_run: bool = False  # of LoRA alone: a program takes a run, or a part of one
+    steps: int = 1  # of LoRA alone: blocks of columns that a program takes in turn
 
 
 @triton.jit
