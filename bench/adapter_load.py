@@ -19,6 +19,7 @@ printed as they come; the last line is JSON.
 """
 
 import argparse
+import dataclasses
 import gc
 import itertools
 import json
@@ -27,7 +28,7 @@ import statistics
 import subprocess
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -134,7 +135,11 @@ class Bench:
         host: float,
         readers: int | None = None,
         enforce_eager: bool = False,
+        batch: int = 8,
     ) -> None:
+        # What the rows do not need is not compiled ahead.
+        names = {spec.name for spec in dataclasses.fields(EngineConfig)}
+        lazily = {"warm_up": "none"} if "warm_up" in names else {}
         self.engine = Engine(
             EngineConfig(
                 model=str(folder),
@@ -142,12 +147,13 @@ class Bench:
                 dtype="float32" if device == "cpu" else "bfloat16",
                 load_format="dummy",
                 max_model_len=4096,
-                max_num_seqs=64,
+                max_num_seqs=batch + 1,
                 kv_cache_memory=None if device != "cpu" else 1 << 28,
                 lora_memory=int(fit * nbytes),
                 lora_host_memory=int(host * nbytes),
                 lora_readers=readers,
                 enforce_eager=enforce_eager,
+                **lazily,
             )
         )
         assert isinstance(self.engine._adapters, AdapterManager)
@@ -237,9 +243,13 @@ def percentiles(seconds: list[float]) -> Row:
     }
 
 
-def median_ms(call: Callable[[], float], rounds: int) -> Row:
-    values = [1e3 * call() for _ in range(rounds)]
+def summary(seconds: Iterable[float]) -> Row:
+    values = [1e3 * each for each in seconds]
     return {"median": statistics.median(values), "min": min(values), "max": max(values)}
+
+
+def median_ms(call: Callable[[], float], rounds: int) -> Row:
+    return summary(call() for _ in range(rounds))
 
 
 class Table:
@@ -278,10 +288,6 @@ def measure_loads(bench: Bench, rounds: int, table: Table) -> None:
         assert version.error is None, version.error
         return time.perf_counter() - began
 
-    def from_files(part: int) -> float:
-        bench.forget("a0", host=True)
-        return bench.serve("a0")[part]
-
     def from_host() -> float:
         bench.forget("a0", host=False)
         assert bench.version("a0").host is not None
@@ -289,14 +295,18 @@ def measure_loads(bench: Bench, rounds: int, table: Table) -> None:
 
     bench.serve("a0"), bench.serve(None)  # files into the page cache, kernels compiled
     read_and_pack(), read_and_pack()  # memory that readers and slabs keep is there
+    table.add("host to device", median_ms(from_host, rounds))
+    served = []
+    for _ in range(rounds):
+        bench.forget("a0", host=True)
+        served.append(bench.serve("a0"))
+    table.add("page cache to device", summary(seconds for seconds, _ in served))
+    table.add("page cache to first token", summary(seconds for _, seconds in served))
+    table.add("base request to first token", median_ms(lambda: bench.serve(None)[1], rounds))
     table.add("read and pack", median_ms(read_and_pack, rounds))
     if host.readers is not None:
         with on_threads(bench):
             table.add("read and pack, on threads", median_ms(read_and_pack, rounds))
-    table.add("page cache to device", median_ms(lambda: from_files(0), rounds))
-    table.add("page cache to first token", median_ms(lambda: from_files(1), rounds))
-    table.add("base request to first token", median_ms(lambda: bench.serve(None)[1], rounds))
-    table.add("host to device", median_ms(from_host, rounds))
 
 
 def python_items(seconds: float, each: Callable[[], None]) -> list[float]:
@@ -400,10 +410,10 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=7)
-    parser.add_argument("--steps", type=int, default=1000)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=3.0, help="of each row of Python items")
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each row of Python items")
     parser.add_argument("--readers", type=int, help="processes that read; 0: threads")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     return parser.parse_args()
@@ -420,7 +430,7 @@ def make_bench(options: argparse.Namespace, folder: Path) -> tuple[Bench, int]:
     wide = 2 if options.device == "cpu" else 1  # float32 there, bfloat16 in the files
     bench = Bench(
         *(folder / "model", options.device, paths, wide * nbytes, 2.2, options.adapters + 0.5),
-        *(options.readers, options.enforce_eager),
+        *(options.readers, options.enforce_eager, options.batch),
     )
     return bench, nbytes
 
@@ -436,8 +446,8 @@ def main() -> None:
             flush=True,
         )
         measure_loads(bench, options.rounds, table)
-        measure_python(bench, options.seconds, table)
         measure_steps(bench, options.batch, options.steps, options.adapters, table)
+        measure_python(bench, options.seconds, table)
         gc.unfreeze()
     where = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor()
     shape = {key: getattr(options, key) for key in ("layers", "rank", "batch", "steps", "small")}

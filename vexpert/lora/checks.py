@@ -11,7 +11,7 @@ import torch
 from vexpert.errors import AdapterError
 from vexpert.lora.parallel import run_all
 
-_CHUNK = 1 << 18  # elements; a chunk and its copy stay in the cache
+_CHUNK = 1 << 19  # elements; a chunk stays in the cache
 _PART = 1 << 22  # elements that one thread takes at a time
 
 # Of a change of a weight: a few such layers one after another leave float32. Weights are below 100.
@@ -30,12 +30,15 @@ _BITS: dict[torch.dtype, tuple[torch.dtype, Any, int]] = {
 def largest_bits(x: torch.Tensor) -> int:
     """Bits of the largest magnitude in x: they order like the magnitudes, NaN above Inf."""
     integer, unsigned, _ = _BITS[x.dtype]
-    flat = x.contiguous().view(-1).view(integer).numpy().view(unsigned)
-    largest = 0
-    for start in range(0, flat.size, _CHUNK):
-        # The shift drops the sign. max() of integers is vectorised; isfinite on bfloat16 is not.
-        largest = max(largest, int((flat[start : start + _CHUNK] << unsigned(1)).max()))
-    return largest >> 1
+    signed = x.contiguous().view(-1).view(integer).numpy()
+    sign, largest = 1 << (8 * x.element_size() - 1), 0
+    for start in range(0, signed.size, _CHUNK):
+        # max() of integers is vectorised; isfinite on bfloat16 is not. The largest of the positive
+        # numbers as signed, of the negative ones as unsigned with the sign in front.
+        chunk = signed[start : start + _CHUNK]
+        negative = int(chunk.view(unsigned).max()) - sign
+        largest = max(largest, int(chunk.max()), negative)
+    return largest
 
 
 def largest_in(tensors: Iterable[torch.Tensor]) -> float:

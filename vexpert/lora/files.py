@@ -4,6 +4,7 @@ import functools
 import os
 import pickle
 import zipfile
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
@@ -101,7 +102,7 @@ def _unreadable(path: Path, error: OSError) -> AdapterError:
     return AdapterError(f"{shown(str(path), 300)} cannot be read: {error.strerror or error}")
 
 
-def _views(content: torch.Tensor, entries: list[Entry]) -> Tensors:
+def _views(content: torch.Tensor, entries: Iterable[Entry]) -> Tensors:
     """Tensors as views of a file's bytes [N]; copies of those whose place is not aligned."""
     flat: dict[torch.dtype, torch.Tensor] = {}  # all bytes in each dtype
     tensors: Tensors = {}

@@ -4,6 +4,7 @@ Read here, and not through the library's memory mapping: a file that is cut shor
 kills the process.
 """
 
+import functools
 from math import prod
 from typing import Any, NamedTuple
 
@@ -13,6 +14,7 @@ from vexpert.config import shown
 from vexpert.lora.json_files import parse_json
 
 MOST_BYTES = 100_000_000  # of a header, as the format has it
+KEPT_BYTES = 8 << 20  # of one that is kept: adapters of one training code differ in numbers alone
 DTYPES = {
     "F64": torch.float64,
     "F32": torch.float32,
@@ -43,7 +45,7 @@ class Entry(NamedTuple):
     end: int
 
 
-def parse_header(content: torch.Tensor) -> list[Entry]:
+def parse_header(content: torch.Tensor) -> tuple[Entry, ...]:
     """Tensors of a whole file's bytes, uint8 [N], in order of their places.
 
     ValueError for anything but a header whose tensors cover the rest of the file, each byte once.
@@ -55,7 +57,14 @@ def parse_header(content: torch.Tensor) -> list[Entry]:
         raise ValueError("header too large")
     if 8 + size > len(content):
         raise ValueError("the header ends behind the file")
-    raw = parse_json(content[8 : 8 + size].numpy().tobytes().decode("utf-8"))
+    header = content[8 : 8 + size].numpy().tobytes()
+    return (_again if size <= KEPT_BYTES else _parse)(header, len(content))
+
+
+def _parse(header: bytes, nbytes: int) -> tuple[Entry, ...]:
+    """Tensors of a file of `nbytes` with this header."""
+    size = len(header)
+    raw = parse_json(header.decode("utf-8"))
     if not isinstance(raw, dict):
         raise ValueError("the header is no JSON object")
     raw.pop("__metadata__", None)
@@ -66,9 +75,12 @@ def parse_header(content: torch.Tensor) -> list[Entry]:
         if entry.start != position:
             raise ValueError(f"the bytes of {shown(entry.key)} do not begin where others end")
         position = entry.end
-    if position != len(content):
-        raise ValueError(f"its tensors end at byte {position}, the file at {len(content)}")
-    return entries
+    if position != nbytes:
+        raise ValueError(f"its tensors end at byte {position}, the file at {nbytes}")
+    return tuple(entries)
+
+
+_again = functools.lru_cache(maxsize=2)(_parse)
 
 
 def _entry(key: str, value: Any, base: int) -> Entry:

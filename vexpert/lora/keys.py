@@ -1,5 +1,6 @@
 """Keys of adapter files: one key -> the module it is about and which part of it the tensor is."""
 
+import functools
 from typing import NamedTuple
 
 import torch
@@ -42,8 +43,27 @@ class Piece(NamedTuple):
 Slots = dict[tuple[str, str], dict[int | None, Piece]]
 
 
+class _Name(NamedTuple):
+    """A Piece without its tensor."""
+
+    module: str
+    part: str
+    holder: str = ""
+    param: str = ""
+    adapter: str = ""
+
+
 def parse_key(key: str, tensor: torch.Tensor) -> Piece | None:
     """The piece that `key` names; None when it is no key of a LoRA adapter."""
+    found = _parse(key)
+    if found is None:
+        return None
+    module, part, holder, param, adapter = found
+    return Piece(key, module, part, tensor, holder, param, adapter)
+
+
+@functools.lru_cache(maxsize=1 << 16)  # a model's adapters have thousands of keys in common
+def _parse(key: str) -> _Name | None:
     name = key
     if "_wrapped_module." in key or "_orig_mod." in key:
         for wrapper in _WRAPPERS:
@@ -54,25 +74,25 @@ def parse_key(key: str, tensor: torch.Tensor) -> Piece | None:
             break
     module, found, tail = name.rpartition(".lora_")
     if found:
-        return _lora_piece(key, module, tail, tensor)
+        return _lora_name(module, tail)
     if _TOKENS in name:
         module, _, adapter = name.partition(_TOKENS)
-        return Piece(key, module, "tokens", tensor, adapter=adapter.removeprefix("."))
-    return _param_piece(key, name, tensor)
+        return _Name(module, "tokens", adapter=adapter.removeprefix("."))
+    return _param_name(name)
 
 
-def _lora_piece(key: str, module: str, tail: str, tensor: torch.Tensor) -> Piece | None:
+def _lora_name(module: str, tail: str) -> _Name | None:
     part = _LORA_PARTS.get(tail)
     if part is not None:
-        return Piece(key, module, part, tensor)
+        return _Name(module, part)
     words = tail.split(".")
     if len(words) < 2:
         return None
     part = _LORA_PARTS.get(".".join((words[0], *words[2:])))
-    return None if part is None else Piece(key, module, part, tensor, adapter=words[1])
+    return None if part is None else _Name(module, part, adapter=words[1])
 
 
-def _param_piece(key: str, name: str, tensor: torch.Tensor) -> Piece | None:
+def _param_name(name: str) -> _Name | None:
     module, _, param = name.rpartition(".")
     words = module.split(".")
     adapter = ""
@@ -83,4 +103,4 @@ def _param_piece(key: str, name: str, tensor: torch.Tensor) -> Piece | None:
         words.pop()
     if not words or not param:
         return None
-    return Piece(key, ".".join(words), "param", tensor, holder, param, adapter)
+    return _Name(".".join(words), "param", holder, param, adapter)

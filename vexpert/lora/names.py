@@ -57,6 +57,20 @@ class Place(NamedTuple):
     expert: int | None = None  # None: all experts together
 
 
+# Of the model that was asked for last: adapters of one model have thousands of names in common.
+_last: tuple[TargetMap, dict[str, Place | None]] | None = None
+MOST_NAMES = 1 << 16
+
+
+def _known_places(targets: TargetMap) -> dict[str, Place | None]:
+    """What names have been found to mean; for the caller to fill."""
+    global _last
+    last = _last
+    if last is None or last[0] is not targets or len(last[1]) > MOST_NAMES:
+        _last = last = (targets, {})
+    return last[1]
+
+
 class Names:
     """Finds the model's module for a name in a file. Every name is looked up once."""
 
@@ -66,9 +80,15 @@ class Names:
         self._paths = {tail(path): path for path in _module_paths(targets)}
         self._paths.update({path: path for path in _module_paths(targets)})
         self._found: dict[str, str | None] = {}
+        self._places = _known_places(targets)
 
     def find(self, module: str) -> Place | None:
         """The place of `module`, or None: the model has no such module."""
+        if module not in self._places:
+            self._places[module] = self._find(module)
+        return self._places[module]
+
+    def _find(self, module: str) -> Place | None:
         head, found, rest = module.rpartition(".experts.")
         if found:  # asked first: most keys of a file are of single experts
             experts = self._path(f"{head}.experts")

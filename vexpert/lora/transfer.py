@@ -3,7 +3,8 @@
 A copy engine works off all that one stream has queued before it turns to another stream, so the
 small copies of a step would wait for whatever an adapter has queued: on an H200 5.3 ms for 256 MiB,
 in slices or not, where the step alone took 0.6. So a thread queues a slice when the one before has
-arrived. On a CPU a slice is a plain copy between two steps.
+arrived: at 1 MiB the steps' 99th percentile stays within 3%. A kernel that copies costs 30%
+(`bench/copy_beside_steps.py`). On a CPU a slice is a plain copy between two steps.
 """
 
 import queue
