@@ -26,6 +26,7 @@ from vexpert.errors import AdapterError, AdapterNotFoundError, RequestError
 from vexpert.lora.types import AdapterInfo
 from vexpert.models.types import ModelInfo
 from vexpert.server.app import create_app
+from vexpert.server.engine_thread import EngineThread
 from vexpert.server.options import ServerOptions
 from vexpert.server.run import bind
 
@@ -334,7 +335,7 @@ class RunningServer:
 def serving(engine: Any, options: ServerOptions | None = None) -> Iterator[RunningServer]:
     """Serve `engine` on a free port until the end of the block."""
     options = options or ServerOptions(served_model_names=(BASE,), status_interval=None)
-    app = create_app(engine, options)
+    app = create_app(EngineThread(engine), options)
     bound = bind("127.0.0.1", 0)
     config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

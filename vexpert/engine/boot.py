@@ -6,6 +6,7 @@ from typing import Any
 import torch
 
 from vexpert.config import EngineConfig
+from vexpert.demo import DEMO_NAME, model_path
 from vexpert.engine.adapters import AdapterSource, NoAdapters
 from vexpert.engine.admission import parse_weights
 from vexpert.engine.memory import MIB, CacheBudget
@@ -15,8 +16,6 @@ from vexpert.lora.watcher import check_folder
 from vexpert.models.types import ModelInfo, ServedModel
 
 logger = get_logger(__name__)
-
-DEMO_NAME = "vexpert-demo"  # what the bundled model is served as; its own name is a folder
 
 
 def load_served_model(config: EngineConfig) -> ServedModel:
@@ -68,8 +67,6 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
 
 def _base_names(config: EngineConfig, info: ModelInfo) -> frozenset[str]:
     """The names that mean the base model."""
-    from vexpert.demo import model_path
-
     is_demo = config.model in ("", str(model_path()))
     return frozenset({info.name, DEMO_NAME} if is_demo else {info.name})
 
