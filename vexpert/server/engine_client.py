@@ -34,7 +34,7 @@ from vexpert.server.wire import params_fields, read_info, read_stats
 if TYPE_CHECKING:
     from vexpert.engine.outputs import EngineStats
     from vexpert.engine.sampling_params import SamplingParams
-    from vexpert.lora.types import AdapterInfo
+    from vexpert.lora.info import AdapterInfo
 
 logger = get_logger(__name__)
 COMPILE_SECONDS = 90  # with the start of the process that tries constraints

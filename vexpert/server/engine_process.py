@@ -6,6 +6,7 @@ server's end of the socket closes, however that came about.
 """
 
 import contextlib
+import gc
 import multiprocessing
 import os
 import signal
@@ -172,7 +173,9 @@ def run_engine(
         loop.send("failed", f"{type(error).__name__}: {error}")
         sys.exit(1)
     settle()
-    sys.exit(0 if loop.run(engine) else 1)
+    has_ended_well = loop.run(engine)
+    gc.unfreeze()  # else libraries that count their objects at the end miss some
+    sys.exit(0 if has_ended_well else 1)
 
 
 def _end(loop: EngineLoop) -> None:

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     from vexpert.config import EngineConfig
     from vexpert.engine.outputs import EngineStats, RequestOutput
     from vexpert.engine.sampling_params import SamplingParams
-    from vexpert.lora.types import AdapterInfo
+    from vexpert.lora.info import AdapterInfo
     from vexpert.models.types import ModelInfo
 
 UNUSABLE = ("errored", "draining")  # states of adapters that no new request may use

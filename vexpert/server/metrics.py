@@ -12,7 +12,7 @@ from prometheus_client.core import (
 )
 
 from vexpert.engine.outputs import EngineStats
-from vexpert.lora.types import AdapterInfo
+from vexpert.lora.info import AdapterInfo
 from vexpert.server.adapter_labels import MAX_LABELS
 from vexpert.server.adapter_metrics import adapter_families
 from vexpert.server.recorder import Histogram, Recorder

@@ -4,7 +4,7 @@ import asyncio
 
 from vexpert.engine.outputs import EngineStats
 from vexpert.log import get_logger
-from vexpert.lora.types import TierUsage
+from vexpert.lora.info import TierUsage
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.progress import EngineFailedError
 

@@ -30,7 +30,7 @@ from vexpert.engine.outputs import EngineStats, Logprob, LogprobRow
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError, VexpertError
-from vexpert.lora.types import AdapterInfo, TierUsage
+from vexpert.lora.info import AdapterInfo, TierUsage
 from vexpert.server.progress import EngineCallError
 
 Message = list[Any]
