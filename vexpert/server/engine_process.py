@@ -100,6 +100,12 @@ class EngineProcess:
             raise fault
         return EngineFacts(**(told | {"adapters": tuple(told["adapters"])}))
 
+    @property
+    def pid(self) -> int:
+        """Of the process launched last."""
+        assert self._process is not None, "not launched"
+        return int(self._process.pid)
+
     def wait(self) -> str:
         self._ended.wait()
         return self._how
@@ -162,6 +168,7 @@ def run_engine(
     sock.set_inheritable(False)
     os.dup2(2, 1)  # stdout is the server's
     set_up_logging("vexpert", "INFO", log_format)
+    logger.info("the engine runs in process %d", os.getpid())
     loop = EngineLoop(sock, on_lost=lambda: _end(loop))
     try:
         engine = build(config, modules, is_restart)
