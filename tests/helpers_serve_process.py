@@ -15,6 +15,7 @@ from vexpert.server.interface import LoraModule
 
 def fake_engine(config: EngineConfig, modules: Sequence[LoraModule], is_restart: bool) -> Any:
     engine = FakeEngine(config)
+    engine.step_seconds = 0.01
     for module in modules:
         engine.load_adapter(module.name, module.path)
     return engine

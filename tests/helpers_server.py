@@ -1,9 +1,10 @@
 """A server around any engine, in a thread of this process, for tests."""
 
+import asyncio
 import contextlib
 import threading
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -55,6 +56,11 @@ class RunningServer:
     def get(self, path: str, **options: Any) -> httpx.Response:
         return self.http.get(path, **options)
 
+    def run(self, work: Coroutine[Any, Any, Any]) -> Any:
+        """The result of a coroutine, run in the server's event loop."""
+        [listening] = self.server.servers
+        return asyncio.run_coroutine_threadsafe(work, listening.get_loop()).result(20)
+
     def ask(self, model: str, word: str) -> str:
         """The answer of `model` to `word`, greedy."""
         messages = [{"role": "user", "content": word}]
@@ -66,9 +72,10 @@ class RunningServer:
 
 @contextlib.contextmanager
 def serving(engine: Any, options: ServerOptions | None = None) -> Iterator[RunningServer]:
-    """Serve `engine` on a free port until the end of the block."""
+    """Serve an engine, or a host of one, on a free port until the end of the block."""
+    host = engine if hasattr(engine, "connect") else EngineThread(engine)
     options = options or ServerOptions(served_model_names=(BASE,), status_interval=None)
-    app = create_app(EngineThread(engine), options)
+    app = create_app(host, options)
     bound = bind("127.0.0.1", 0)
     config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1)
     server = uvicorn.Server(config)

@@ -30,7 +30,7 @@ class Metrics:
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def page(self, stats: EngineStats, infos: list[AdapterInfo], restarts: int) -> bytes:
+    def page(self, stats: EngineStats, infos: list[AdapterInfo], restarts: int = 0) -> bytes:
         """The page for `stats`, all adapters and the recorder's present counts."""
         self._stats, self._infos, self._restarts = stats, infos, restarts
         return bytes(generate_latest(self._registry))
