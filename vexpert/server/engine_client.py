@@ -260,9 +260,10 @@ class AsyncEngine:
             self._fail(f"{how}; it is started again", is_restarting=True)
             logger.error("%s; it is started again", how)
             try:
+                await beside(self._host.wait)  # for its memory to be free
                 await beside(partial(self._host.launch, [*self._modules.values()], True))
                 self._link = await self._open()
-            except EngineFailedError as error:
+            except (EngineFailedError, OSError) as error:
                 how = str(error)
                 continue
             except VexpertError as error:
@@ -292,11 +293,12 @@ class AsyncEngine:
         ended = asyncio.ensure_future(beside(self._host.wait))
         lost = asyncio.ensure_future(link.lost.wait())
         await asyncio.wait({ended, lost}, return_when=asyncio.FIRST_COMPLETED)
-        # Each end follows the other, unless something is odd.
+        # Each follows the other, unless something is odd; a large process takes a while to end.
         await asyncio.wait({ended, lost}, timeout=LAST_WORDS)
         self._host.kill()
         link.close()
-        return link.last_words or await ended
+        how = ended.result() if ended.done() else "the engine's connection ended"
+        return link.last_words or how
 
     def _fail(self, reason: str, is_restarting: bool = False) -> None:
         """Tell `reason` to all that wait, and to all that come until the engine is there again."""

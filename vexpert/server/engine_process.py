@@ -72,7 +72,11 @@ class EngineProcess:
             target=run_engine, args=arguments, name="vexpert-engine"
         )
         with theirs, _signals_held():
-            process.start()
+            try:
+                process.start()
+            except OSError:
+                mine.close()
+                raise
         self._ended = threading.Event()
         self._sock, self._process, self._facts = mine, process, None
         threading.Thread(
