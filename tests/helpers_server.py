@@ -24,8 +24,8 @@ from helpers_fake_engine import (
 
 from vexpert.server.app import create_app
 from vexpert.server.engine_thread import EngineThread
+from vexpert.server.listen import bind
 from vexpert.server.options import ServerOptions
-from vexpert.server.run import bind
 
 __all__ = ["BASE", "EOS", "NAMES", "VOCAB_SIZE", "FakeEngine", "FakeTokenizer", "right_answer"]
 ENGINES: dict[str, Callable[[], Any]] = {"fake": make_fake_engine}
@@ -42,12 +42,12 @@ class RunningServer:
     http: httpx.Client
 
     def client(self, **options: Any) -> openai.OpenAI:
-        options = {"api_key": "none", "max_retries": 0, "timeout": 20.0, **options}
+        options = {"api_key": "none", "max_retries": 0, "timeout": 60.0, **options}
         return openai.OpenAI(base_url=f"{self.url}/v1", **options)
 
     def async_client(self) -> openai.AsyncOpenAI:
         return openai.AsyncOpenAI(
-            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=20.0
+            base_url=f"{self.url}/v1", api_key="none", max_retries=0, timeout=60.0
         )
 
     def post(self, path: str, **options: Any) -> httpx.Response:
@@ -84,7 +84,7 @@ def serving(engine: Any, options: ServerOptions | None = None) -> Iterator[Runni
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     try:
         wait_for(lambda: server.started)
-        with httpx.Client(base_url=url, timeout=20.0) as http:
+        with httpx.Client(base_url=url, timeout=60.0) as http:
             yield RunningServer(url, engine, app, server, http)
     finally:
         server.should_exit = True

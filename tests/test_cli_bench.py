@@ -1,4 +1,4 @@
-"""`vexpert bench throughput` with a stand-in for the model."""
+"""`vexpert bench throughput`, mostly with a stand-in for the model."""
 
 import json
 from dataclasses import dataclass
@@ -8,6 +8,9 @@ from typing import Any
 import pytest
 
 import vexpert
+from vexpert.bench.engine.cells import Cell, Mix
+from vexpert.bench.engine.files import find_model_shape
+from vexpert.bench.engine.floor import step_bytes
 from vexpert.cli.main import main
 from vexpert.engine.outputs import CompletionOutput, RequestOutput
 
@@ -51,50 +54,98 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     return FakeLLM
 
 
-WORDS = ["bench", "throughput", "folder", "--num-prompts", "4", "--input-len", "6",
+WORDS = ["bench", "throughput", "folder", "--num-prompts", "2", "4", "--input-len", "6",
          "--output-len", "3", "--repeats", "2", "--max-loras", "2"]  # fmt: skip
 
 
+def cells(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    found: list[dict[str, Any]] = result["cells"]
+    return found
+
+
 def test_base_and_mixed_adapters(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    modules = ["--lora-modules", "a=x", "b=y", "c=z", "--adapters", "2"]
-    assert main([*WORDS, *modules]) == 0
-    lines = capsys.readouterr().out.splitlines()
-    result = json.loads(lines[-1])
-    assert lines[0].startswith("base: ")
-    assert lines[1].startswith("mixed: ")
-    assert result["mixed_share_of_base"] == pytest.approx(
-        result["mixed_tokens_per_second"] / result["base_tokens_per_second"], abs=1e-3
-    )
-    (made,) = SEEN
+    modules = ["--lora-modules", "a=x", "b=y", "c=z", "--adapters", "0", "2"]
+    assert main([*WORDS, *modules, "--prefill", "2x5"]) == 0
+    alone, made = SEEN
+    assert alone.options["enable_lora"] is False
     assert made.options["max_loras"] == 2
-    assert made.loaded == {"a": "x", "b": "y"}
-    assert [run.adapters for run in made.runs] == [[None] * 4, ["a", "b", "a", "b"]] * 2
+    assert (alone.loaded, made.loaded) == ({}, {"a": "x", "b": "y", "c": "z"})
+    assert all(set(run.adapters) == {None} for run in alone.runs)
+    mixed = [run.adapters for run in made.runs if set(run.adapters) != {None}]
+    # Two runs of a decode cell, one of a prefill; a warm-up and two rounds of each.
+    assert sorted(len(names) for names in mixed) == [2] * 9 + [4] * 6
+    assert all(names.count("a") == names.count("b") == len(names) // 2 for names in mixed)
+    lengths = {(len(run.prompts[0]), run.max_tokens) for run in made.runs}
+    assert lengths == {(6, 1), (6, 4), (5, 1)}
     prompts = [prompt for run in made.runs for prompt in run.prompts]
-    assert len(set(prompts)) == len(prompts) == 16  # no run finds another's prefixes
-    assert {len(prompt) for prompt in prompts} == {6}
+    assert len(set(prompts)) == len(prompts)  # no run finds another's prefixes
+    kinds = [(c["server"], c["kind"], c["batch"], c["adapters"]) for c in cells(capsys)]
+    expected = [("decode", 2), ("decode", 4), ("prefill", 2)]
+    assert kinds == [("base", *each, 0) for each in expected] + [
+        ("lora", *each, count) for each in expected for count in (0, 2)
+    ]
 
 
-def test_the_median_round_counts(
+def test_a_step_is_a_difference_and_the_median_counts(
     llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    # Seconds of base, mixed, base, mixed, base, mixed; each makes 4 x 3 tokens.
-    times = iter([0, 1, 0, 9, 0, 4, 0, 6, 0, 3, 0, 2])
-    monkeypatch.setattr("vexpert.cli.bench.throughput.time.perf_counter", lambda: next(times))
-    assert main([*WORDS, "--repeats", "3", "--lora-modules", "a=x"]) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert result["base_tokens_per_second"] == 4  # 12 / 3
-    assert result["mixed_tokens_per_second"] == 2  # 12 / 6
+    # Seconds of the short and the long run of each round; the first round warms up.
+    seconds = [9, 9, 1, 4, 1, 7, 1, 13]
+    times = iter([edge for length in 2 * seconds for edge in (0, length)])
+    monkeypatch.setattr("vexpert.bench.engine.cells.time.perf_counter", lambda: next(times))
+    assert main([*WORDS, "--num-prompts", "4", "--repeats", "3"]) == 0
+    base, on_lora_server = cells(capsys)
+    assert base["ms_rounds"] == [1000, 2000, 4000]  # (4 - 1) / 3 steps, ...
+    assert base["tokens_per_second"] == 2  # 4 rows in 2 s
+    assert on_lora_server["of_base"] == 1
 
 
-def test_without_adapters_there_is_no_mixed_line(
-    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+@pytest.mark.parametrize(
+    ("words", "error"),
+    [
+        (["--adapters", "1"], "adapters=1: 0 are given"),
+        (["--prefill", "4"], "prefill='4'"),
+        (["--shape", "tiny"], "leave them out"),
+        (["--popularity", "odd"], "popularity='odd'"),
+        (["--base-share", "1"], "base_share=1.0"),
+        (["--num-prompts", "0"], "at least 1"),
+    ],
+)
+def test_refused(
+    words: list[str], error: str, llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert main(WORDS) == 0
-    result = json.loads(capsys.readouterr().out.splitlines()[-1])
-    assert "mixed_tokens_per_second" not in result
-    assert result["base_tokens_per_second"] > 0
+    assert main([*WORDS, *words]) == 2
+    assert error in capsys.readouterr().err
 
 
-def test_more_adapters_than_given(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
-    assert main([*WORDS, "--adapters", "1"]) == 2
-    assert "adapters=1: 0 are given" in capsys.readouterr().err
+def test_mix() -> None:
+    cell = Cell(batch=200, input_len=4, steps=1, adapters=4)
+    names = ["a", "b", "c", "d", "not in the batch"]
+    for popularity in ("uniform", "zipf", "distinct", "identical"):
+        chosen = Mix(popularity, base_share=0.25).names(cell, names, seed=1)
+        assert chosen.count(None) == 50
+        assert set(chosen) - {None} == ({"a"} if popularity == "identical" else set(names[:4]))
+    zipf = Mix("zipf").names(cell, names, seed=1)
+    assert zipf.count("a") > 2 * zipf.count("b")
+
+
+def test_floor_of_the_bytes_is_the_published_one() -> None:
+    shape = find_model_shape("qwen3-30b-a3b-8l")
+    shares = {(32, 8): 0.94, (32, 32): 0.93, (128, 8): 0.88, (128, 32): 0.83, (8, 8): 0.96}
+    for (batch, adapters), share in shares.items():
+        assert step_bytes(shape, batch, adapters, 16, 112).share == pytest.approx(share, abs=0.01)
+
+
+def test_shapes_are_bfloat16_unless_told_otherwise() -> None:
+    assert find_model_shape("tiny").config().to_dict()["dtype"] == "bfloat16"
+
+
+def test_a_shape_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["bench", "throughput", "--shape", "tiny", "--num-prompts", "3", "--adapters", "0", "3",
+             "--output-len", "2", "--input-len", "4", "--repeats", "1", "--lora-rank", "4",
+             "--dtype", "float32"]  # fmt: skip
+    assert main(words) == 0
+    off, base, mixed = cells(capsys)
+    assert all(cell["ms_rounds"][0] != 0 for cell in (off, base, mixed))
+    assert 0 < mixed["floor_of_base"] < 1

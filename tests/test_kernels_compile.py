@@ -5,16 +5,17 @@ import os
 import subprocess
 import sys
 from pathlib import Path
+from typing import Any
 
 HERE = Path(__file__).parent
 
 
-def test_factors_are_loaded_16_bytes_at_a_time() -> None:
-    """Their alignment is a promise to the compiler; where it is lost, loads shrink to 2 bytes."""
+def run_helper(name: str) -> Any:
+    """The JSON line that a helper prints in a process without the interpreter."""
     environment = {**os.environ, "PYTHONPATH": f"{HERE}{os.pathsep}{HERE.parent}"}
     environment.pop("TRITON_INTERPRET", None)
     done = subprocess.run(
-        [sys.executable, str(HERE / "helpers_compile.py")],
+        [sys.executable, str(HERE / name)],
         capture_output=True,
         text=True,
         env=environment,
@@ -22,6 +23,22 @@ def test_factors_are_loaded_16_bytes_at_a_time() -> None:
         check=False,
     )
     assert done.returncode == 0, done.stderr
-    for name, loads in json.loads(done.stdout.splitlines()[-1]).items():
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_factors_are_loaded_16_bytes_at_a_time() -> None:
+    """Their alignment is a promise to the compiler; where it is lost, loads shrink to 2 bytes."""
+    for name, loads in run_helper("helpers_compile.py").items():
         assert loads["by 2"] == 0, name
         assert loads["by 16"] > 0, name
+
+
+def test_kernels_are_compiled_ahead_without_a_launch() -> None:
+    assert run_helper("helpers_compile_ahead.py") == {
+        "kernels": 2,
+        "are compiled": True,
+        "restored": True,
+        "restored after an error": True,
+        "a kernel that is wrong raises": True,
+        "kernels at last": 3,
+    }

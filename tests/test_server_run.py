@@ -9,8 +9,9 @@ from helpers_server import BASE, FakeEngine
 
 from vexpert.server.app import create_app
 from vexpert.server.engine_thread import EngineThread
+from vexpert.server.listen import bind, url_of
 from vexpert.server.options import ServerOptions
-from vexpert.server.run import bind, run, url_of
+from vexpert.server.run import run
 
 pytest_plugins = ["helpers_server_fixtures"]
 

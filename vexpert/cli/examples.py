@@ -35,6 +35,7 @@ EXAMPLES: dict[str, Sequence[Example]] = {
     "bench throughput": (
         ("", "the bundled demo"),
         ("path/to/model --lora-modules a=path/to/a b=path/to/b", "two adapters against base"),
+        ("--shape qwen3-30b-a3b-8l --adapters 0 1 8 32 --prefill 16x512", "random weights, a GPU"),
     ),
     "bench serve": (
         ("--num-prompts 200", "all at once, names drawn uniformly"),

@@ -155,6 +155,11 @@ def _add_log_options(group: Any) -> None:
         "--disable-uvicorn-access-log", action="store_true", help="no log line per request"
     )
     group.add_argument("--disable-log-stats", action="store_true", help="no periodic status line")
+    group.add_argument(
+        "--otlp-traces-endpoint",
+        metavar="URL",
+        help="OpenTelemetry collector for a span a request; needs vexpert[tracing]",
+    )
 
 
 def lora_module(text: str) -> LoraModule:
@@ -176,8 +181,10 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     limit_spinning()
 
-    from vexpert.server.run import bind
+    from vexpert.server.listen import bind
+    from vexpert.server.tracing import check_endpoint
 
+    check_endpoint(args.otlp_traces_endpoint)
     try:
         bound = bind(args.host, args.port)
     except OSError as error:
@@ -247,9 +254,9 @@ def _serve_engine(
     """Serve an engine that is starting; what is imported here loads beside it."""
     from vexpert.server.app import create_app
     from vexpert.server.engine_boot import settle
+    from vexpert.server.listen import url_of
     from vexpert.server.progress import EngineFailedError
     from vexpert.server.run import run as run_server
-    from vexpert.server.run import url_of
 
     try:
         engine.connect()
@@ -332,6 +339,7 @@ def _server_options(
         web=not args.no_web,
         sampling_defaults=sampling_defaults(config.model),
         status_interval=None if args.disable_log_stats else ServerOptions.status_interval,
+        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
     if options.sampling_defaults:
         logger.info("sampling defaults of the model: %s", options.sampling_defaults)

@@ -1,6 +1,7 @@
 """Building an engine's parts from its config, and the lines that say what was built."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -52,7 +53,10 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
 
     info, weight = model.info, model.parameter
     reader = functools.partial(
-        read_adapter, supported=SUPPORTED, base_weight=weight, model_name=info.name
+        read_adapter,
+        supported=SUPPORTED,
+        base_weight=weight,
+        model_names=model_names(info.name),
     )
     manager = AdapterManager(
         *(model.targets, model.lora, config, info.device, info.dtype, reader),
@@ -63,6 +67,17 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
         manager.watch(config.lora_dir, config.lora_dir_interval)
     source: AdapterSource = manager
     return source
+
+
+def model_names(name: str) -> tuple[str, ...]:
+    """Names of the model `name`, a folder or a hub's name: its own, and what its config says."""
+    from vexpert.demo import model_path
+    from vexpert.models.checkpoint import original_name
+
+    if Path(name) == model_path():
+        return name, DEMO_NAME
+    original = original_name(name)
+    return (name, original) if original else (name,)
 
 
 def _base_names(config: EngineConfig, info: ModelInfo) -> frozenset[str]:

@@ -1,6 +1,7 @@
 """From a name or folder to a transformers model on the device, with its weights."""
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
@@ -48,6 +49,17 @@ def _check_folder(source: str) -> None:
             f"model {source!r}: this is an adapter, not a model: serve its base model with "
             "--lora-modules NAME=PATH"
         )
+
+
+def original_name(source: str) -> str:
+    """What the config of a model's folder says the model is called; "" where it does not."""
+    path = Path(source) / "config.json"
+    try:
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a name and no folder; whoever loads it says what is wrong
+        return ""
+    name = raw.get("_name_or_path") if isinstance(raw, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def choose_device(name: str) -> torch.device:

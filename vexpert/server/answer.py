@@ -18,6 +18,8 @@ from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import SERVER_ERRORS, api_error, error_object
 from vexpert.server.generation import Generation, Job
 from vexpert.server.progress import Update
+from vexpert.server.service import Service
+from vexpert.server.tracing import NoTrace
 
 Json = dict[str, Any]
 
@@ -50,10 +52,12 @@ class Usage:
     """Token counts of one answer: each prompt once, each generated token once."""
 
     prompt_tokens: int
+    trace: NoTrace
     completion_tokens: int = 0
     cached: dict[int, int] = field(default_factory=dict)  # by prompt
 
     def count(self, i: int, update: Update) -> None:
+        self.trace.count(update)
         self.completion_tokens += sum(len(delta.token_ids) for delta in update.deltas)
         self.cached[i] = update.num_cached_tokens
 
@@ -81,17 +85,27 @@ class Formatter(Protocol):
         """The chunk without choices that carries `usage`."""
 
 
-async def answer(request: Request, engine: AsyncEngine, job: Job, formatter: Formatter) -> Response:
+async def answer(
+    request: Request, service: Service, job: Job, formatter: Formatter, model: str
+) -> Response:
     """Run `job`; a streamed or a whole response. The job is aborted if the client leaves."""
-    usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts))
-    if job.stream:
-        generation = await Generation.start(engine, job)
-        return EventStream(_events(generation, formatter, usage, engine.keep_alive))
+    engine = service.engine
+    trace = service.traces.begin(request.headers, job, model)
+    usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts), trace)
     try:
+        if job.stream:
+            generation = await Generation.start(engine, job)
+            return EventStream(_events(generation, formatter, usage, engine.keep_alive))
         work = _whole(engine, job, formatter, usage)
-        return JSONResponse(await until_disconnect(request.receive, work))
-    except ClientDisconnectedError:
+        whole = await until_disconnect(request.receive, work)
+    except ClientDisconnectedError as error:
+        trace.end(error)
         return Response(status_code=499)  # nobody reads it
+    except BaseException as error:
+        trace.end(error)
+        raise
+    trace.end()
+    return JSONResponse(whole)
 
 
 async def _whole(engine: AsyncEngine, job: Job, formatter: Formatter, usage: Usage) -> Json:
@@ -122,10 +136,12 @@ async def _events(
         if formatter.include_usage:
             yield _event(formatter.last_chunk() | {"usage": usage.as_json()})
     except (*SERVER_ERRORS, RequestError) as error:
+        usage.trace.end(error)
         told = api_error(error)
         yield _event(error_object(told.message, told.status, told.param, told.code))
     finally:
         generation.close()
+        usage.trace.end()
     yield "data: [DONE]\n\n"
 
 

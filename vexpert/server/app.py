@@ -87,3 +87,4 @@ async def running(service: Service) -> AsyncIterator[None]:
             await asyncio.gather(status, return_exceptions=True)
         await service.engine.stop()
         service.prompts.close()
+        await asyncio.to_thread(service.traces.close)

@@ -36,8 +36,6 @@ def _load(engine: EngineProtocol, module: LoraModule) -> None:
     info = call(module.name, module.path, **options)
     size = info.host_bytes / 2**20
     logger.info("adapter %s: rank %d, %.2f MiB, %s", info.name, info.rank, size, info.path)
-    for warning in info.warnings:
-        logger.warning("adapter %s: %s", info.name, warning)
 
 
 def _register(engine: EngineProtocol, module: LoraModule) -> None:

@@ -36,3 +36,4 @@ class ServerOptions:
     access_log: bool = True
     web: bool = True  # the page at /
     status_interval: float | None = 10.0  # seconds between status lines; None: none
+    otlp_traces_endpoint: str | None = None  # URL of a collector for traces; None: no traces

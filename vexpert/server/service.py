@@ -14,6 +14,7 @@ from vexpert.server.options import ServerOptions
 from vexpert.server.prompts import PromptBuilder
 from vexpert.server.recorder import Recorder
 from vexpert.server.tools.formats import FORMATS, ToolFormat
+from vexpert.server.tracing import make_traces
 
 SHOWN_NAMES = 20
 
@@ -31,6 +32,7 @@ class Service:
         self.engine = AsyncEngine(host, self.recorder, *limits)
         self.facts = host.facts
         self.prompts = PromptBuilder(host.tokenizer, self.facts, options.chat_template)
+        self.traces = make_traces(options.otlp_traces_endpoint)
         self.base_names = options.served_model_names or (self.facts.name,)
         self.metrics = Metrics(self.base_names[0], self.recorder)
         self.created = int(time.time())

@@ -1,23 +1,29 @@
-"""`vexpert bench throughput`: tokens/s of base requests and of mixed adapters, in this process."""
+"""`vexpert bench throughput`: decode and prefill of a whole engine, base and adapters."""
 
 import argparse
-import random
-import statistics
-import time
-from collections.abc import Sequence
+import dataclasses
+import gc
+import json
+import tempfile
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vexpert.cli.bench.report import json_line
 from vexpert.cli.parser import add_engine_options, engine_config
 from vexpert.cli.progress import progress
 from vexpert.cli.serve import add_lora_modules, resolve_model
 from vexpert.cli.threads import limit_spinning
+from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
 from vexpert.log import quiet_libraries
 from vexpert.server.interface import LoraModule
 
 if TYPE_CHECKING:
-    from vexpert import LLM
+    from vexpert.bench.engine.cells import Cell, Mix, Timing
+    from vexpert.bench.engine.files import ModelShape
+
+KV_TOKENS = 1 << 19  # of a shape's cache, in all: more than any cell needs
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -26,96 +32,203 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "model", nargs="?", default="", metavar="MODEL", help="default: the bundled demo"
     )
     group = parser.add_argument_group("benchmark")
-    group.add_argument("--num-prompts", type=int, default=32, metavar="N", help="requests")
-    group.add_argument("--input-len", type=int, default=32, metavar="N", help="prompt tokens")
-    group.add_argument("--output-len", type=int, default=32, metavar="N", help="tokens to make")
-    group.add_argument("--adapters", type=int, metavar="N", help="to mix; default: all given")
+    group.add_argument(
+        "--shape",
+        metavar="NAME",
+        help="random weights and random adapters of this shape instead of MODEL, such as"
+        " qwen3-30b-a3b-8l; an unknown one lists all",
+    )
+    numbers: dict[str, Any] = {"type": int, "nargs": "*", "metavar": "N"}
+    group.add_argument("--num-prompts", **numbers, default=[1, 8, 32], help="batch sizes")
+    group.add_argument("--input-len", type=int, default=64, metavar="N", help="prompt tokens")
+    group.add_argument("--output-len", type=int, default=96, metavar="N", help="decode steps")
+    group.add_argument(
+        "--prefill", nargs="*", default=[], metavar="BxN", help="prompts to time alone: 16x512"
+    )
+    group.add_argument(
+        "--adapters", **numbers, help="in one batch; 0: base requests; default: 0 and all given"
+    )
+    group.add_argument("--popularity", default="distinct", help="of adapters: distinct (default),"
+                       " uniform, zipf, identical")  # fmt: skip
+    group.add_argument("--base-share", type=float, default=0.0, metavar="X", help="of requests")
+    group.add_argument("--lora-rank", type=int, default=16, metavar="N", help="with --shape")
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
+    group.add_argument("--json", metavar="FILE", help="the last line's object")
     parser.usage = "vexpert bench throughput [MODEL] [options]"
     add_lora_modules(add_engine_options(parser)["lora"])
 
 
 def run(args: argparse.Namespace) -> int:
     """Measure and print; the exit code."""
-    for name in ("num_prompts", "input_len", "output_len", "repeats"):
+    limit_spinning()
+    from vexpert.bench.engine.cells import Mix
+
+    mix = Mix(args.popularity, args.base_share)
+    with tempfile.TemporaryDirectory() as folder, _subject(args, Path(folder)) as subject:
+        config, modules, shape, rank = subject
+        cells = _cells(args, len(modules))
+        quiet_libraries()
+        return _report(args, config, modules, shape, rank, cells, mix)
+
+
+@contextmanager
+def _subject(
+    args: argparse.Namespace, folder: Path
+) -> Iterator[tuple[EngineConfig, list[LoraModule], "ModelShape | None", int]]:
+    """What is measured: options, adapters, shape and rank."""
+    if args.shape is None:
+        config, modules, _ = resolve_model(engine_config(args), args.lora_modules, [])
+        yield config, modules, None, 0
+        return
+    from vexpert.bench.engine.files import find_model_shape, write_adapter, write_model
+
+    if args.model or args.lora_modules:
+        raise ConfigError("--shape is given with a model or with adapters; leave them out")
+    shape = find_model_shape(args.shape)
+    write_model(folder / shape.name, shape)
+    count = max(args.adapters or [0])
+    modules, nbytes = [], 0
+    if count:
+        nbytes = write_adapter(folder / "adapter", shape, args.lora_rank, seed=0)
+        path = str(folder / "adapter")
+        modules = [LoraModule(f"adapter-{i}", path) for i in range(count)]
+    config = dataclasses.replace(engine_config(args), model=str(folder / shape.name))
+    yield _sized(config, shape, count, nbytes), modules, shape, args.lora_rank
+
+
+def _sized(config: EngineConfig, shape: "ModelShape", count: int, nbytes: int) -> EngineConfig:
+    """Room for every adapter and cell, where the options leave it open."""
+    wide = 2 if config.dtype == "float32" else 1  # the files are in bfloat16
+    room = max(1 << 20, int(1.1 * count * nbytes * wide))
+    per_token = 4 * shape.layers * shape.kv_heads * shape.head_dim * wide
+    chosen: dict[str, Any] = {
+        "load_format": "dummy",
+        "max_model_len": config.max_model_len or 8192,
+        "kv_cache_memory": config.kv_cache_memory or KV_TOKENS * per_token,
+        "lora_memory": config.lora_memory or room,
+        "lora_host_memory": config.lora_host_memory or room,
+        "max_lora_rank": max(config.max_lora_rank, 1),
+    }
+    return dataclasses.replace(config, **chosen)
+
+
+def _cells(args: argparse.Namespace, given: int) -> list["Cell"]:
+    from vexpert.bench.engine.cells import Cell
+
+    for name in ("input_len", "output_len", "repeats", "lora_rank"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name}={getattr(args, name)}: must be at least 1")
-    config, modules, _ = resolve_model(engine_config(args), args.lora_modules, [])
-    modules = _chosen(modules, args.adapters)
+    counts = args.adapters if args.adapters is not None else sorted({0, given})
+    for count in counts:
+        if not 0 <= count <= given:
+            raise ConfigError(f"adapters={count}: {given} are given; see --lora-modules")
+    shapes = [(batch, args.input_len, args.output_len) for batch in args.num_prompts]
+    shapes += [(*_prefill(word), 0) for word in args.prefill]
+    cells = [Cell(*shape, count) for shape in shapes for count in counts if count <= shape[0]]
+    if not cells or min(cell.batch for cell in cells) < 1:
+        raise ConfigError("num_prompts and prefill: give batch sizes of at least 1")
+    return cells
 
-    limit_spinning()
 
-    import dataclasses
+def _prefill(word: str) -> tuple[int, int]:
+    batch, _, length = word.partition("x")
+    if not (batch.isdigit() and length.isdigit() and int(batch) and int(length)):
+        raise ConfigError(f"prefill={word!r}: give prompts x tokens, such as 16x512")
+    return int(batch), int(length)
 
-    from vexpert import LLM
 
-    quiet_libraries()
-    llm = LLM(**dataclasses.asdict(config))
-    for module in modules:
-        llm.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
-    base, mixed = _medians(args, llm, [module.name for module in modules])
-    result = {
-        "num_prompts": args.num_prompts,
-        "input_len": args.input_len,
-        "output_len": args.output_len,
-        "adapters": len(modules),
-        "base_tokens_per_second": base,
-    }
-    print(f"base:  {base:.1f} generated tokens/s")
-    if mixed is not None:
-        share = mixed / base
-        print(
-            f"mixed: {mixed:.1f} generated tokens/s, {len(modules)} adapters, {share:.0%} of base"
-        )
-        result |= {"mixed_tokens_per_second": mixed, "mixed_share_of_base": share}
-    print(json_line(result))
+def _report(
+    args: argparse.Namespace,
+    config: EngineConfig,
+    modules: list[LoraModule],
+    shape: "ModelShape | None",
+    rank: int,
+    cells: Sequence["Cell"],
+    mix: "Mix",
+) -> int:
+    from vexpert.bench.engine.report import HEADING, CellRow, is_peers_model
+
+    alone = [dataclasses.replace(cell, adapters=0) for cell in cells]
+    peers = shape is not None and is_peers_model(shape.name, rank)
+    rows: list[CellRow] = []
+
+    def show(row: CellRow) -> None:
+        rows.append(row)
+        print(row.line(), flush=True)
+
+    base = _measure(args, dataclasses.replace(config, enable_lora=False), [], alone, mix)
+    print(HEADING)
+    for cell, timing in base.items():
+        show(CellRow(cell, "base", timing, None, None, peers))
+    lora = _measure(args, config, modules, cells, mix) if config.enable_lora else {}
+    for cell, timing in lora.items():
+        floor = _floor(shape, cell, rank, mix)
+        beside = base[dataclasses.replace(cell, adapters=0)]
+        show(CellRow(cell, "lora", timing, beside, floor, peers))
+    _print_json(args, rows, shape, rank, mix)
     return 0
 
 
-def _chosen(modules: list[LoraModule], count: int | None) -> list[LoraModule]:
-    if count is None:
-        return modules
-    if not 0 <= count <= len(modules):
-        raise ConfigError(f"adapters={count}: {len(modules)} are given; see --lora-modules")
-    return modules[:count]
+def _floor(shape: "ModelShape | None", cell: "Cell", rank: int, mix: "Mix") -> float | None:
+    from vexpert.bench.engine.floor import step_bytes
+
+    if shape is None or not cell.steps or not cell.adapters:
+        return None
+    context = cell.input_len + cell.steps // 2
+    return step_bytes(shape, cell.batch, cell.adapters, rank, context, mix.base_share).share
 
 
-def _prompts(args: argparse.Namespace, llm: "LLM") -> list[list[dict[str, Any]]]:
-    """One list of random prompts for each run, so that no run finds the prefixes of another."""
-    draw = random.Random(0)
-    vocab_size = llm.engine.model_info.vocab_size
+def _measure(
+    args: argparse.Namespace,
+    config: EngineConfig,
+    modules: list[LoraModule],
+    cells: Sequence["Cell"],
+    mix: "Mix",
+) -> dict["Cell", "Timing"]:
+    """All cells on one engine, which is gone afterwards."""
+    from vexpert import LLM
+    from vexpert.bench.engine.cells import CellTimer, time_cells
 
-    def prompt() -> dict[str, Any]:
-        return {"prompt_token_ids": [draw.randrange(vocab_size) for _ in range(args.input_len)]}
-
-    return [[prompt() for _ in range(args.num_prompts)] for _ in range(2 * args.repeats)]
-
-
-def _medians(args: argparse.Namespace, llm: "LLM", names: list[str]) -> tuple[float, float | None]:
-    """Median generated tokens/s of the base rounds and, with `names`, of the mixed rounds.
-
-    The two take turns, so that a slow phase of the machine hits both.
-    """
-    prompts = _prompts(args, llm)
-    base, mixed = [], []
-    with progress("rounds", args.repeats) as done:
-        for _ in range(args.repeats):
-            base.append(_tokens_per_second(args, llm, prompts.pop(), [None]))
-            if names:
-                mixed.append(_tokens_per_second(args, llm, prompts.pop(), names))
-            done()
-    return statistics.median(base), statistics.median(mixed) if mixed else None
+    cells = list(dict.fromkeys(cells))
+    llm: LLM | None = LLM(**dataclasses.asdict(config))
+    assert llm is not None
+    for module in modules:
+        llm.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
+    timer: CellTimer | None = CellTimer(llm, [module.name for module in modules], mix)
+    assert timer is not None
+    label = "with LoRA" if config.enable_lora else "base"
+    with progress(label, (args.repeats + 1) * len(cells)) as done:
+        found = time_cells(timer, cells, args.repeats, done)
+    llm = timer = None
+    _free_device_memory(config)
+    return found
 
 
-def _tokens_per_second(
-    args: argparse.Namespace, llm: "LLM", prompts: list[dict[str, Any]], names: Sequence[str | None]
-) -> float:
-    """Generated tokens/s of one run over `prompts`, the prompts' own time included."""
-    from vexpert import SamplingParams
+def _free_device_memory(config: EngineConfig) -> None:
+    import torch
 
-    params = SamplingParams(temperature=0, max_tokens=args.output_len, ignore_eos=True)
-    adapters = [names[i % len(names)] for i in range(args.num_prompts)]
-    start = time.perf_counter()
-    outputs = llm.generate(prompts, params, adapter=adapters)
-    seconds = time.perf_counter() - start
-    return sum(len(o.outputs[0].token_ids) for o in outputs) / seconds
+    gc.collect()
+    if torch.cuda.is_available() and config.device != "cpu":
+        torch.cuda.empty_cache()
+
+
+def _print_json(
+    args: argparse.Namespace, rows: Sequence[Any], shape: Any, rank: int, mix: "Mix"
+) -> None:
+    import torch
+
+    from vexpert.bench.header import describe
+
+    name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    result = {
+        **describe(torch.device(name)),
+        "model": args.model or (shape.name if shape else "demo"),
+        "lora_rank": rank,
+        "popularity": mix.popularity,
+        "base_share": mix.base_share,
+        "cells": [row.as_json() for row in rows],
+    }
+    text = json.dumps(result)
+    if args.json:
+        Path(args.json).write_text(text + "\n")
+    print(text)

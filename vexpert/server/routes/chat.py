@@ -35,7 +35,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     job = await _job(service, body, plan)
     formatter = ChatFormatter(body, job.request_id, plan)
     try:
-        return await answer(request, service.engine, job, formatter)
+        return await answer(request, service, job, formatter, body.model)
     except AdapterNotFoundError as error:
         raise await service.unknown_model(body.model) from error
 

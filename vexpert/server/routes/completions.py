@@ -29,7 +29,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     job = await _job(service, body)
     formatter = CompletionFormatter(body, job, service.prompts)
     try:
-        return await answer(request, service.engine, job, formatter)
+        return await answer(request, service, job, formatter, body.model)
     except AdapterNotFoundError as error:
         raise await service.unknown_model(body.model) from error
 

@@ -1,0 +1,43 @@
+"""Compiles many kernels at once: launches inside the block only say what they need.
+
+Compilation takes half a second a kernel, and most of it runs without the GIL.
+"""
+
+import os
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
+from typing import Any
+
+import triton
+from triton.runtime import _async_compile
+from triton.runtime.jit import JITFunction
+
+MOST_THREADS = 16
+
+
+@contextmanager
+def compile_only(threads: int | None = None) -> Iterator[None]:
+    """Inside, every launch of this process compiles its kernel and launches nothing.
+
+    The block's end waits until all are compiled; one that cannot be compiled raises there. What
+    the launches would have written holds anything: only shapes may matter to the code inside.
+    `threads` None: as many as cores, at most MOST_THREADS. Not for two threads at once.
+    """
+    count = threads or min(MOST_THREADS, os.cpu_count() or 1)
+    run = JITFunction.run
+
+    def compile_without_launch(
+        self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any
+    ) -> Any:
+        return run(self, *args, grid=grid, warmup=True, **kwargs)
+
+    with ThreadPoolExecutor(count, "vexpert-compile") as pool:
+        JITFunction.run = compile_without_launch
+        try:
+            with triton.AsyncCompileMode(pool):
+                yield
+        finally:
+            JITFunction.run = run
+            # Left set by a kernel that could not be compiled: every later block would be refused.
+            _async_compile.active_mode.set(None)
