@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
+from vexpert.log import quiet_libraries
 
 if TYPE_CHECKING:
     from vexpert.engine.check import CheckReport
