@@ -90,6 +90,7 @@ def main() -> None:
     server = subprocess.Popen(
         [sys.executable, "-m", "vexpert", "serve", "--port", "0", "--disable-uvicorn-access-log"],
         env=os.environ | {"PYTHONPATH": str(args.root)},
+        cwd=args.root,  # Python looks there first
         stdout=subprocess.PIPE,
         stderr=subprocess.DEVNULL,
         text=True,
