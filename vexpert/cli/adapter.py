@@ -10,9 +10,9 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-from vexpert.cli.progress import quiet_libraries
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
+from vexpert.log import quiet_libraries
 
 if TYPE_CHECKING:
     from vexpert.engine.check import CheckReport

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 
 from vexpert.config import EngineConfig
+from vexpert.demo import DEMO_NAME, model_path
 from vexpert.engine.adapters import AdapterSource, NoAdapters
 from vexpert.engine.admission import parse_weights
 from vexpert.engine.capture import Capturer, CudaCapturer
@@ -21,7 +22,6 @@ from vexpert.models.types import ModelInfo, ServedModel
 logger = get_logger(__name__)
 
 GRAPH_BYTES = 8 * MIB  # that one captured graph takes on the device, roughly
-DEMO_NAME = "vexpert-demo"  # what the bundled model is served as; its own name is a folder
 
 
 def load_served_model(config: EngineConfig) -> ServedModel:
@@ -87,8 +87,6 @@ def model_names(name: str) -> tuple[str, ...]:
 
 def _base_names(config: EngineConfig, info: ModelInfo) -> frozenset[str]:
     """The names that mean the base model."""
-    from vexpert.demo import model_path
-
     is_demo = config.model in ("", str(model_path()))
     return frozenset({info.name, DEMO_NAME} if is_demo else {info.name})
 

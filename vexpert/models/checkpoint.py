@@ -7,26 +7,17 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError, ModelError
 from vexpert.log import get_logger
+from vexpert.models.tokenizer import model_source
 
 logger = get_logger(__name__)
 
-MIN_VOCAB = 8  # fewer tokens than any text needs
 PATH_PREFIXES = ("/", "./", "../", "~")  # no Hugging Face name starts so
-
-
-def model_source(config: EngineConfig) -> str:
-    """Folder or Hugging Face name of the model; an empty one means the bundled demo model."""
-    if config.model:
-        return config.model
-    from vexpert.demo import model_path
-
-    return str(model_path())
 
 
 def read_config(config: EngineConfig) -> Any:
@@ -69,22 +60,6 @@ def original_name(source: str) -> str:
         return ""
     name = raw.get("_name_or_path") if isinstance(raw, dict) else None
     return name if isinstance(name, str) else ""
-
-
-def read_tokenizer(config: EngineConfig) -> Any:
-    """The tokenizer that `config` names, or the model's own."""
-    source = config.tokenizer or model_source(config)
-    try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"no tokenizer in {source!r}: {error}; name another with --tokenizer"
-        ) from error
-    if tokenizer.vocab_size < MIN_VOCAB:  # transformers makes one up where there are no files
-        raise ModelError(f"no tokenizer in {source!r}; name another with --tokenizer")
-    return tokenizer
 
 
 def choose_device(name: str) -> torch.device:
