@@ -44,6 +44,7 @@ class PrefillShape:
     num_warps: int = 8
     num_stages: int = 3
     pdl: bool = False
+    registers: int | None = None  # of a thread, at most: so that two programs fit where one would
 
 
 @triton.jit
@@ -200,5 +201,6 @@ def paged_prefill(
         PRECISION=dot_precision(query.dtype),
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
+        maxnreg=shape.registers,
         **pdl_options(shape.pdl),
     )

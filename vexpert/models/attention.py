@@ -76,7 +76,13 @@ class AttentionLayer:
         return sum(heads * width for heads, width in (self.key_shape, self.value_shape))
 
     def allocate(self, blocks: int, block_size: int, dtype: torch.dtype, device: Any) -> None:
-        """Zeroed cache: padding is read under a mask, so it must be finite."""
+        """Zeroed cache: padding is read under a mask, so it must be finite.
+
+        Raises UnsupportedError where the kernels cannot run these heads.
+        """
+        if self.use_kernels:
+            width = max(self.key_shape[1], self.value_shape[1])
+            ops.check_attention(torch.device(device), dtype, width)
         rows = blocks * block_size
         self.keys = torch.zeros(rows, *self.key_shape, dtype=dtype, device=device)
         self.values = torch.zeros(rows, *self.value_shape, dtype=dtype, device=device)
