@@ -9,6 +9,7 @@ every expert's gate, up and down. 64 prompt tokens, 96 steps, greedy. Columns, f
 | step | median of one `Engine.step`, us: the slower of host and GPU, since they overlap |
 | GPU | one replay of the step's graph, us: 50 in a row |
 | host | `Engine.step` but for its waits for the device, us |
+| others | parts of a step on the host, us |
 
 The last line is JSON.
 """
@@ -80,32 +81,65 @@ def measure(engine: Engine, batch: int, names: list[str | None], steps: int) -> 
         engine.step()
     add(engine, batch, names, steps)
     prefill(engine)
-    times, waits = [], []
-    wait = HostCopy.wait
-    waited = 0.0
-
-    def timed_wait(self: HostCopy) -> list[torch.Tensor]:
-        nonlocal waited
-        before = time.perf_counter()
-        result = wait(self)
-        waited += time.perf_counter() - before
-        return result
-
-    HostCopy.wait = timed_wait
+    parts = Parts(engine)
+    times = []
     began = time.perf_counter()
     tokens = 0
     while engine.has_unfinished():
-        waited, before = 0.0, time.perf_counter()
+        before = time.perf_counter()
         tokens += len(engine.step())
         times.append(time.perf_counter() - before)
-        waits.append(waited)
-    HostCopy.wait = wait
+        parts.end_step(times[-1])
     row = {"tok/s": tokens / (time.perf_counter() - began), "step": 1e6 * statistics.median(times)}
+    parts.restore()
     gpu = replay_us(engine)
-    if gpu is not None:
-        row["GPU"] = gpu
-    row["host"] = 1e6 * statistics.median(t - w for t, w in zip(times, waits, strict=True))
-    return row
+    return row | ({} if gpu is None else {"GPU": gpu}) | parts.medians()
+
+
+class Parts:
+    """Where the host's time in `Engine.step` goes, until `restore`: wraps the engine's calls."""
+
+    def __init__(self, engine: Engine) -> None:
+        self.calls = {
+            "wait": (HostCopy, "wait"),
+            "schedule": (engine.scheduler, "schedule"),
+            "run": (engine._runner, "run"),
+            "sample": (engine._sampler, "begin"),
+            "commit": (engine, "_commit"),  # the wait is inside, and taken off
+        }
+        self.originals = {name: getattr(*where) for name, where in self.calls.items()}
+        self.now = dict.fromkeys(self.calls, 0.0)
+        self.seen: dict[str, list[float]] = defaultdict(list)
+        for name, (owner, attribute) in self.calls.items():
+            setattr(owner, attribute, self.timed(name))
+
+    def timed(self, name: str) -> Any:
+        call = self.originals[name]
+
+        def wrapped(*args: Any) -> Any:
+            before = time.perf_counter()
+            result = call(*args)
+            self.now[name] += time.perf_counter() - before
+            return result
+
+        return wrapped
+
+    def end_step(self, seconds: float) -> None:
+        self.now["commit"] -= self.now["wait"]
+        self.seen["host"].append(seconds - self.now["wait"])
+        for name, value in self.now.items():
+            self.seen[name].append(value)
+            self.now[name] = 0.0
+
+    def restore(self) -> None:
+        for name, (owner, attribute) in self.calls.items():
+            if owner is HostCopy:
+                HostCopy.wait = self.originals[name]
+            else:
+                delattr(owner, attribute)
+
+    def medians(self) -> dict[str, float]:
+        return {name: 1e6 * statistics.median(values) for name, values in self.seen.items()}
 
 
 def replay_us(engine: Engine) -> float | None:
@@ -205,7 +239,7 @@ def run(
 ) -> None:
     for batch in options.batches:
         row = rows[f"{label}, {batch}"] = measure(engine, batch, names, options.steps)
-        shown = "  ".join(f"{key} {value:9.1f}" for key, value in row.items())
+        shown = "  ".join(f"{key} {value:.0f}" for key, value in row.items())
         print(f"  {label:14s} batch {batch:4d}  {shown}", flush=True)
     for batch in options.kernels:
         print("\n".join(kernels(engine, batch, names, options.most)), flush=True)

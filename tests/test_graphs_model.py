@@ -59,6 +59,7 @@ class Models:
         sizes = {"max_num_seqs": 6, "max_num_batched_tokens": 24, "max_model_len": 48}
         cache = {"block_size": 4, "kv_cache_memory": 1 << 20}
         backend = {"lora_backend": "torch" if device == "cpu" else "triton"}
+        backend["warm_up"] = "all" if with_graphs else "none"
         given = fixed | sizes | cache | backend | options
         config = EngineConfig.from_options(enforce_eager=not with_graphs, **given)
         place = torch.device(device)
@@ -69,6 +70,8 @@ class Models:
             layer.use_kernels = True
         capturer = EagerCapturer() if with_graphs and device == "cpu" else None
         engine = Engine(config, model=ours, tokenizer=FakeTokenizer(), capturer=capturer)
+        if with_graphs:
+            graphs_of(engine)._share = 1.0  # no capture has to wait
         for name, path in self.paths.items():
             engine.load_adapter(name, str(path))
         return engine

@@ -21,7 +21,7 @@ from vexpert.models.types import ModelInfo, ServedModel
 
 logger = get_logger(__name__)
 
-GRAPH_BYTES = 8 * MIB  # that one captured graph takes on the device, roughly
+GRAPH_BYTES = 16 * MIB  # that one captured graph takes on the device, roughly
 
 
 def load_served_model(config: EngineConfig) -> ServedModel:
