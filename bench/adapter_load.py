@@ -36,13 +36,13 @@ import torch
 from safetensors.torch import save_file
 from transformers import Qwen3MoeConfig
 
-from vexpert.cli.serve import settle
 from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.lora.adapter_version import Version
 from vexpert.lora.manager import AdapterManager
 from vexpert.lora.types import AdapterRef
+from vexpert.server.engine_boot import settle
 
 PROMPT = 32  # tokens
 

@@ -76,9 +76,9 @@ class TargetBuilder:
         return TargetMap(made.model_type, made.architecture, made.targets, tuple(self.sites))
 
 
-def tiny_targets() -> TargetMap:
+def tiny_targets(max_rank: int = MAX_RANK) -> TargetMap:
     """One target of every kind."""
-    builder = TargetBuilder()
+    builder = TargetBuilder(max_rank)
     builder.embedding("embed", VOCAB, HIDDEN)
     builder.linear("q", HIDDEN, 24)
     builder.linear("router", HIDDEN, EXPERTS)

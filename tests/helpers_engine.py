@@ -7,7 +7,7 @@ of the row's own adapter. A wrong block, slot, position or a stale entry changes
 
 import dataclasses
 import itertools
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from vexpert.config import EngineConfig
+from vexpert.engine.capture import Capturer
 from vexpert.engine.engine import Engine
 from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
@@ -23,6 +24,7 @@ from vexpert.lora.types import (
     AdapterInfo,
     AdapterRef,
     BatchView,
+    LoraSignature,
     LoraState,
     TargetMap,
     TierUsage,
@@ -134,7 +136,9 @@ class FakeManager:
         self, slots: torch.Tensor, logit_slots: torch.Tensor, active: tuple[int, ...]
     ) -> BatchView | None:
         assert sorted({s for s in slots.tolist() if s >= 0}) == list(active)
-        return BatchView(slots, logit_slots, active)
+        if not active:
+            return None
+        return BatchView(slots, logit_slots, active, True, LoraSignature((16,), len(active)))
 
     def slot_content(self, slot: int) -> int:
         """0 for the base model."""
@@ -146,14 +150,55 @@ class FakeManager:
 
 
 def on_host(step: StepInput) -> StepInput:
-    """The same step with all tensors on the CPU."""
-    names = ("token_ids", "positions", "block_tables", "cache_rows", "logit_rows")
+    """The same step with all tensors on the CPU, without the padding of a captured step."""
+    assert step.query_starts is not None
+    assert step.kv_lens is not None
+    names = ["token_ids", "positions", "block_tables", "cache_rows", "logit_rows"]
+    names += ["query_starts", "kv_lens"]
     view = step.lora
     if view is not None:
         slots, logit_slots = view.slots.cpu(), view.logit_slots.cpu()
         view = dataclasses.replace(view, slots=slots, logit_slots=logit_slots)
     tensors = {name: getattr(step, name).cpu() for name in names}
-    return dataclasses.replace(step, **tensors, lora=view)
+    return without_padding(dataclasses.replace(step, **tensors, lora=view))
+
+
+def without_padding(step: StepInput) -> StepInput:
+    """The rows in front, up to the first sequence without a query; checks that the rest is idle."""
+    assert step.query_starts is not None
+    assert step.kv_lens is not None
+    query_lens = step.query_starts.diff().tolist()
+    count = len(query_lens) - query_lens.count(0)
+    if count == len(query_lens):
+        return step
+    assert set(query_lens[count:]) == {0}
+    assert set(step.query_lens) == {1}
+    assert (step.cache_rows[count:] == -1).all()
+    assert not step.kv_lens[count:].any()
+    view = step.lora
+    if view is not None:
+        assert (view.slots[count:] == -1).all()
+        view = dataclasses.replace(view, slots=view.slots[:count], logit_slots=view.slots[:count])
+    names = ("token_ids", "positions", "block_tables", "cache_rows", "logit_rows", "kv_lens")
+    tensors = {name: getattr(step, name)[:count] for name in names}
+    return dataclasses.replace(step, **tensors, lora=view, query_lens=(1,) * count)
+
+
+class EagerCapturer:
+    """A capture that calls its function: graphs of steps on their own tensors, without a GPU."""
+
+    def __init__(self) -> None:
+        self.captures = self.replays = 0
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        self.captures += 1
+        run()
+
+        def replay() -> None:
+            self.replays += 1
+            run()
+
+        return replay
 
 
 class FakeModel:
@@ -189,10 +234,20 @@ class FakeModel:
         garbage = np.random.default_rng(0).integers(1, PRIME, num_blocks * block_size)
         self.cache = garbage  # [rows] int64
 
+    def why_not_captured(self) -> str | None:
+        return None if self.info.device.type == "cpu" else "it computes on the host"
+
     def forward(self, step: StepInput) -> torch.Tensor:
         if self.record:
             self.steps.append(step)
+        return self.raw_logits(step)
+
+    def raw_logits(self, step: StepInput) -> torch.Tensor:
+        """Rows of padding are NaN."""
+        size = len(step.logit_rows)
         step = on_host(step)
+        assert step.kv_lens is not None
+        step = dataclasses.replace(step, context_lens=tuple(step.kv_lens.tolist()))
         self._check(step)
         slots = np.full(len(step.token_ids), -1)
         if step.lora is not None:
@@ -202,14 +257,20 @@ class FakeModel:
         tokens, positions = step.token_ids.numpy(), step.positions.numpy()
         entries = (tokens * 1_000_003 + positions * 10_007 + contents * 97 + 12_345) % PRIME
         self.cache[step.cache_rows.numpy()] = entries
-        return self._logits(step, contents).to(self.info.device)
+        logits = torch.full((size, self.info.vocab_size), float("nan"))
+        if step.query_lens:
+            logits[: len(step.logit_rows)] = self._logits(step, contents)
+        return logits.to(self.info.device)
 
     def _check(self, step: StepInput) -> None:
         total = len(step.token_ids)
+        if not total:
+            return  # all padding
         assert sum(step.query_lens) == total == len(step.positions) == len(step.cache_rows)
         assert len(step.block_tables) == len(step.query_lens) == len(step.context_lens)
         assert len(set(step.cache_rows.tolist())) == total, "two tokens write one cache row"
         assert step.block_tables.min() >= 0
+        assert step.token_ids.min() >= 0, "a token that nobody has chosen"
         assert int(step.block_tables.max()) * self.block_size < len(self.cache)
         expected = [
             position
@@ -276,6 +337,8 @@ def make_engine(
     vocab_size: int = VOCAB,
     tokenizer: Any = None,
     device: str = "cpu",
+    capturer: Capturer | None = None,
+    overlap: bool | None = None,
     **options: Any,
 ) -> Engine:
     """An engine on the fakes; each adapter's content comes from its name as its path."""
@@ -289,6 +352,8 @@ def make_engine(
         model=FakeModel(manager, max_model_len, vocab_size, device),
         tokenizer=tokenizer or FakeTokenizer(),
         adapters=manager,
+        capturer=capturer,
+        overlap=overlap,
     )
 
 

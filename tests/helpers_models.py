@@ -10,6 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vexpert.config import EngineConfig
 from vexpert.lora.types import BatchView
 from vexpert.models.loader import serve
+from vexpert.models.served import TransformersModel
 from vexpert.models.types import ServedModel, StepInput
 
 torch.set_num_threads(1)  # products this small lose more by waiting for threads than they gain
@@ -157,7 +158,7 @@ def reference_logits(model: Any, sequences: list[list[int]]) -> list[torch.Tenso
         ]
 
 
-def served(model: Any, **options: Any) -> ServedModel:
+def served(model: Any, **options: Any) -> TransformersModel:
     """`model`, changed in place, behind ServedModel; without LoRA layers unless asked for."""
     facts = {"model": "tiny", "device": "cpu", "enable_lora": False} | options
     config = EngineConfig(**facts)
@@ -264,12 +265,21 @@ def relative_error(got: torch.Tensor, want: torch.Tensor) -> float:
     return float((got - want).norm() / want.norm())
 
 
-def worst_error(model: Any, seed: int = 0, longest: int = 33) -> float:
-    """The largest relative error of any logits row, served against transformers eager."""
+def worst_error(
+    model: Any, seed: int = 0, longest: int = 33, count: int = 5, use_kernels: bool = False
+) -> float:
+    """The largest relative error of any logits row, served against transformers eager.
+
+    use_kernels: attention as on a GPU, by kernels over the paged cache.
+    """
     vocab = model.get_input_embeddings().weight.shape[0]
-    sequences = random_sequences(5, longest, seed, min(vocab, VOCAB))
+    sequences = random_sequences(count, longest, seed, min(vocab, VOCAB))
     want = reference_logits(model, sequences)
-    got = Driver(served(model), seed=seed).play(sequences)
+    ours = served(model)
+    if use_kernels:
+        for layer in ours.layers:
+            layer.use_kernels = not layer.is_latent
+    got = Driver(ours, seed=seed).play(sequences)
     return max(
         relative_error(row, truth)
         for ours, theirs in zip(got, want, strict=True)

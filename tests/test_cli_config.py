@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 
 from vexpert.cli.main import build_parser, main
-from vexpert.cli.serve import LoraModule
+from vexpert.server.interface import LoraModule
 
 
 def config(tmp_path: Path, text: str) -> str:

@@ -12,7 +12,7 @@ from vexpert.cli.collect_env import PACKAGES, collect
 from vexpert.cli.completion import bash, fish, walk
 from vexpert.cli.examples import EXAMPLES
 from vexpert.cli.main import COMMANDS, build_parser, main
-from vexpert.cli.progress import quiet_libraries
+from vexpert.log import quiet_libraries
 
 PATHS = {command.path: command for command in walk(build_parser())}
 

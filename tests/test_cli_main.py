@@ -11,9 +11,10 @@ import pytest
 from vexpert import __version__
 from vexpert.cli.main import COMMANDS, build_parser, main
 from vexpert.cli.parser import engine_config
-from vexpert.cli.serve import LoraModule, lora_module
+from vexpert.cli.serve import lora_module
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
+from vexpert.server.interface import LoraModule
 
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 

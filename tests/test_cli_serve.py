@@ -19,8 +19,9 @@ from vexpert.cli import serve
 from vexpert.cli.main import main
 from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths
-from vexpert.errors import ConfigError, ModelError, RequestError
+from vexpert.errors import ModelError, RequestError
 from vexpert.server.defaults import sampling_defaults
+from vexpert.server.interface import LoraModule
 from vexpert.server.tools.formats import FORMATS
 
 UPPER = str(adapter_paths()["upper"])
@@ -132,8 +133,8 @@ def test_bad_options_end_the_boot(
     words: list[str],
     told: str,
 ) -> None:
-    monkeypatch.setattr(serve, "build_engine", lambda *_: pytest.fail("the model is loaded"))
-    monkeypatch.setattr(serve, "_set_up_logging", lambda level, form: None)
+    monkeypatch.setattr(serve, "engine_process", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(serve, "set_up_logging", lambda *_: None)
     assert main(["serve", "--port", "0", *words]) == 2
     assert told in capsys.readouterr().err
 
@@ -178,8 +179,8 @@ def test_bad_lora_modules_end_the_boot_before_the_model_loads(
     words: list[str],
     told: str,
 ) -> None:
-    monkeypatch.setattr(serve, "build_engine", lambda *_: pytest.fail("the model is loaded"))
-    monkeypatch.setattr(serve, "_set_up_logging", lambda level, form: None)
+    monkeypatch.setattr(serve, "engine_process", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(serve, "set_up_logging", lambda *_: None)
     assert main(["serve", model, "--port", "0", "--lora-modules", *words]) == 2
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {told}")
@@ -194,17 +195,21 @@ def test_every_tool_format_can_be_chosen() -> None:
 
 
 def test_a_bundled_adapter_may_be_given_anew() -> None:
-    modules = [serve.LoraModule("sort", UPPER)]
+    modules = [LoraModule("sort", UPPER)]
     _, modules, names = serve.resolve_model(EngineConfig(), modules, [])
     serve.check_modules(modules, names)
     assert [module.path for module in modules if module.name == "sort"] == [UPPER]
     assert names == ("vexpert-demo",)
 
 
-def test_adapters_without_lora_are_a_contradiction() -> None:
-    modules = [serve.LoraModule("x", "folder")]
-    with pytest.raises(ConfigError, match="no-enable-lora"):
-        serve.build_engine(EngineConfig(model="folder", enable_lora=False), modules)
+def test_adapters_without_lora_are_a_contradiction(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(serve, "engine_process", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(serve, "set_up_logging", lambda *_: None)
+    words = ["--no-enable-lora", "--lora-modules", f"x={UPPER}"]
+    assert main(["serve", "folder", "--port", "0", *words]) == 2
+    assert "no-enable-lora" in capsys.readouterr().err
 
 
 def test_sampling_defaults_of_a_model(tmp_path: Path) -> None:

@@ -81,4 +81,4 @@ def test_staging_packs_and_unpacks_every_shape() -> None:
     arrays = [np.arange(6).reshape(2, 3), np.arange(4), np.zeros((0,), dtype=np.int64)]
     shapes = [tuple(tensor.shape) for tensor in staging.to_device(arrays)]
     assert shapes == [(2, 3), (4,), (0,)]
-    assert staging._buffer[:10].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]
+    assert staging._ring[-1].tensor[:10].tolist() == [0, 1, 2, 3, 4, 5, 0, 1, 2, 3]

@@ -2,13 +2,12 @@
 
 import json
 from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 import torch
 from helpers_engine import VOCAB, greedy, make_engine, manager_of, run_all
 from helpers_server import FakeEngine, RunningServer, make_fake_engine, serving
-from safetensors.torch import load_file, save_file
+from safetensors.torch import load_file
 
 import vexpert.demo
 from vexpert import LLM
@@ -121,21 +120,21 @@ def test_unused_places_of_a_block_table_belong_to_the_sequence() -> None:
 
 
 @pytest.fixture(scope="module")
-def demo(tmp_path_factory: pytest.TempPathFactory) -> LLM:
-    """The demo, and a copy of one adapter whose weights are all 1e30."""
-    folder: Path = tmp_path_factory.mktemp("huge")
+def demo() -> LLM:
+    """The demo, and one of its adapters with weights of 1e30, which the reader would refuse."""
     source = vexpert.demo.adapter_paths()["upper"]
-    (folder / "adapter_config.json").write_bytes((source / "adapter_config.json").read_bytes())
+    config = json.loads((source / "adapter_config.json").read_text())
     tensors = load_file(source / "adapter_model.safetensors")
     huge = {key: torch.full_like(tensor, 1e30) for key, tensor in tensors.items()}
-    save_file(huge, folder / "adapter_model.safetensors")
     llm = LLM(dtype="float32", device="cpu", max_num_seqs=8)
     llm.load_adapter("upper", str(source))
-    llm.load_adapter("huge", str(folder))
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("vexpert.lora.formats.context.LARGEST_CHANGE", float("inf"))
+        llm.load_adapter("huge", tensors=huge, config=config)
     return llm
 
 
-def test_huge_weights_of_real_files(demo: LLM) -> None:
+def test_huge_weights_of_a_real_model(demo: LLM) -> None:
     chat = [{"role": "user", "content": "hello"}]
     for params in (greedy(4), SamplingParams(seed=1), SamplingParams(logprobs=2)):
         with pytest.raises(RequestError, match="adapter 'huge'"):

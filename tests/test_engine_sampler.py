@@ -9,6 +9,7 @@ from vexpert.engine import logit_adjust
 from vexpert.engine.logit_adjust import apply_min_p, keep_top
 from vexpert.engine.logprobs import token_logprobs
 from vexpert.engine.sampler import Sampler
+from vexpert.engine.sampler_rows import SamplerRows
 from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
 
@@ -29,8 +30,10 @@ def random_logits(rows: int, seed: int = 0) -> torch.Tensor:
 
 
 def truncate(logits: torch.Tensor, rows: list[SamplerState]) -> torch.Tensor:
-    logits = apply_min_p(logits, rows)
-    return keep_top(logits, rows) if all(row.is_ranked for row in rows) else logits
+    seen = SamplerRows(rows, logits.device)
+    if seen.min_p is not None:
+        logits = apply_min_p(logits, seen.min_p)
+    return keep_top(logits, seen.limits) if len(seen.ranked) == len(rows) else logits
 
 
 def kept(logits: torch.Tensor, **options: object) -> set[int]:

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tokenizers import Tokenizer, decoders, models
 from transformers import PreTrainedTokenizerFast
 
-from vexpert.engine.detokenizer import WINDOW, Detokenizer
+from vexpert.engine.detokenizer import WINDOW, Detokenizer, find_decode
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.stop_strings import OutputText
 
@@ -157,3 +157,32 @@ def test_text_before_min_tokens_does_not_stop() -> None:
     assert output.append("ab", look_for_stops=False) is None
     assert output.append("xab", look_for_stops=True) == "ab"
     assert output.text == "abx"
+
+
+def word_tokenizer(**options: object) -> PreTrainedTokenizerFast:
+    words = {word: index for index, word in enumerate(["<end>", "one", "two", ".", "it"])}
+    tokenizer = Tokenizer(models.WordLevel(words, unk_token="<end>"))
+    return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<end>", **options)
+
+
+@pytest.mark.parametrize("skip", [True, False])
+def test_a_plain_tokenizer_is_decoded_without_its_wrapper(skip: bool) -> None:
+    tokenizer = word_tokenizer(clean_up_tokenization_spaces=False)
+    decode = find_decode(tokenizer, skip)
+    assert decode.func == tokenizer.backend_tokenizer.decode
+    ids = [1, 2, 0, 4, 3]
+    assert decode(ids) == tokenizer.decode(ids, skip_special_tokens=skip)
+    assert ("<end>" in decode(ids)) is not skip
+
+
+def test_a_tokenizer_that_changes_what_it_decodes_keeps_its_wrapper() -> None:
+    class Loud(PreTrainedTokenizerFast):
+        def _decode(self, token_ids: list[int], **options: object) -> str:
+            return super()._decode(token_ids, **options).upper()
+
+    cleans = word_tokenizer(clean_up_tokenization_spaces=True)
+    loud = Loud(tokenizer_object=cleans.backend_tokenizer, eos_token="<end>")
+    for tokenizer in (cleans, loud, BYTES):
+        decode = find_decode(tokenizer, True)
+        assert decode.func == tokenizer.decode
+    assert find_decode(loud, True)([1, 2]) == loud.decode([1, 2]) == "ONE TWO"

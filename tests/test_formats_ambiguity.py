@@ -226,7 +226,8 @@ def test_a_single_wrapper_whose_shape_fits_both_parameters(tmp_path, parameter):
         f"base_model.model.{target.path}.lora_A.weight": torch.randn(experts * 2, hidden),
         f"base_model.model.{target.path}.lora_B.weight": torch.randn(inner, 2 * experts),
     }
-    named = {} if parameter is None else {"target_parameters": [f"mlp.experts.{parameter}"]}
+    name = f"model.layers.0.mlp.experts.{parameter}"
+    named = {} if parameter is None else {"target_parameters": [name]}
     folder = save(tmp_path, keys, r=2, peft_version="0.21.2", **named)
     if parameter is None:
         with pytest.raises(AdapterError, match="target_parameters"):

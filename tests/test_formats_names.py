@@ -88,9 +88,9 @@ def test_every_lost_key_is_counted_and_gets_a_hint(tmp_path):
     }
     message = refused(tmp_path, lost)
     assert "6 keys of the adapter have no place in Qwen3MoeForCausalLM" in message
-    assert "self_attn.q_porj.lora_A.weight (2 keys" in message
+    assert "layers.{0,1}.self_attn.q_porj.lora_{A,B}.weight (4 keys" in message
     assert "nearest module of the model: model.layers.N.self_attn.q_proj" in message
-    assert "score.lora_B.weight" in message
+    assert "score.lora_{A,B}.weight (2 keys" in message
 
 
 def test_several_adapters_in_one_file(tmp_path):
@@ -120,7 +120,41 @@ def test_half_a_pair(tmp_path, part):
     for module in ("self_attn.q_proj", "mlp.experts.1.down_proj"):
         key = f"base_model.model.model.layers.0.{module}.lora_{part}.weight"
         message = refused(tmp_path, {k: x for k, x in KEYS.items() if k != key})
-        assert "incomplete" in message
+        assert f"1 key is missing beside others of the same module:\n  {key} (1 key)" in message
+
+
+def test_half_a_pair_of_fused_experts(tmp_path):
+    fused = random_adapter(
+        TARGETS, 2, 4.0, torch.Generator().manual_seed(1), linear=False, one_a=True
+    )
+    keys = fused_keys(fused, TARGETS)
+    for missing in (key for key in keys if "layers.1" in key):
+        message = refused(tmp_path, {k: x for k, x in keys.items() if k != missing})
+        assert f"  {missing} (1 key)" in message
+
+
+def test_all_missing_halves_are_one_list(tmp_path):
+    kept = {key: x for key, x in KEYS.items() if "_B" not in key}
+    message = refused(tmp_path, kept)
+    assert f"{len(kept)} keys are missing" in message
+    assert "layers.{0,1}.mlp.experts.{0-2}.down_proj.lora_B.weight (6 keys)" in message
+
+
+def test_a_bias_alone(tmp_path):
+    module = "base_model.model.model.layers.0.self_attn.v_proj"
+    kept = {key: x for key, x in KEYS.items() if "v_proj" not in key}
+    message = refused(tmp_path, {**kept, f"{module}.lora_B.bias": torch.ones(16)})
+    assert f"{module}.lora_{{A,B}}.weight (2 keys)" in message
+
+
+@pytest.mark.parametrize("module", ["self_attn.q_proj", "mlp.experts.1.up_proj"])
+def test_a_magnitude_alone(tmp_path, module):
+    key = f"base_model.model.model.layers.0.{module}"
+    others = {k: x for k, x in KEYS.items() if module.rpartition(".")[2] not in k}
+    keys = {**others, f"{key}.lora_magnitude_vector": torch.ones(10)}
+    with pytest.raises(AdapterError) as error:
+        read_adapter(save(tmp_path, keys, r=2, use_dora=True), TARGETS)
+    assert f"{key}.lora_{{A,B}}.weight (2 keys)" in str(error.value)
 
 
 def test_inner_wrapper_without_the_outer(tmp_path):
@@ -128,4 +162,6 @@ def test_inner_wrapper_without_the_outer(tmp_path):
         TARGETS, 2, 4.0, torch.Generator().manual_seed(1), linear=False, one_a=True
     )
     keys = {k: x for k, x in fused_keys(fused, TARGETS).items() if "base_layer" in k}
-    assert "outer partner" in refused(tmp_path, keys)
+    assert "but not base_model.model.model.layers.0.mlp.experts.lora_{A,B}.weight" in refused(
+        tmp_path, keys
+    )

@@ -117,7 +117,7 @@ def test_too_slow_is_refused():
 
 @pytest.mark.parametrize("field", ["target_modules", "exclude_modules"])
 def test_exponential_module_patterns_end(tmp_path, monkeypatch, field):
-    monkeypatch.setattr("vexpert.lora.promises.SECONDS", 0.1)
+    monkeypatch.setattr("vexpert.lora.selection.SECONDS", 0.1)
     keys = {key: x for key, x in LINEAR.items() if V in key}
     config = {"target_modules": ["v_proj"], field: SLOW}
     found = read_adapter(save(tmp_path, keys, **config), TARGETS)

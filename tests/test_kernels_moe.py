@@ -22,8 +22,9 @@ from vexpert.ops.types import ExpertsLora, ExpertsTensors
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_ops_gpu.py runs these")
 
 SMALL = TileShape(16, 16)
-RUN = ShrinkShape(True, 16, 2, 16)
-CHUNK = ShrinkShape(False, 16, 1, 32)
+RUN = ShrinkShape(16, 2, 16)
+CHUNK = ShrinkShape(16, 1, 32)
+WIDE = ShrinkShape(32, 1, 32)
 GPT_OSS = Flags(is_transposed=True, is_interleaved=True, has_bias=True)
 ALONE = BasePlan(True, 16, SMALL, SMALL, pdl=False)  # dependent launches need a GPU
 ORDERED = BasePlan(False, 16, SMALL, SMALL, pdl=False)
@@ -34,7 +35,7 @@ PLANS = {
     "rows": (Flags(), ORDERED, LoraPlan(RUN, RUN, False, 4, 2)),
     "rows-prefetch": (
         GPT_OSS,
-        BasePlan(False, 32, TileShape(16, 16, tail_m=16), SMALL, 16, pdl=False),
+        BasePlan(False, 32, TileShape(16, 16, tail_m=16), SMALL, pdl=False),
         LoraPlan(RUN, CHUNK, False, 2, 1, True),
     ),
     "runs": (
@@ -45,7 +46,7 @@ PLANS = {
     "runs-early": (
         Flags(has_gate=False),
         BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), 64, pdl=False),
-        LoraPlan(CHUNK, CHUNK, True, 2, 1, True, True),
+        LoraPlan(WIDE, WIDE, True, 2, 1, True, True),
     ),
     "scaled-input": (
         Flags(is_transposed=True, scale_input=True),
@@ -168,26 +169,46 @@ def test_order(tokens: int, top_k: int, experts: int, block_m: int) -> None:
     many = order_many_pairs(ids, factors_of(lora, ids.numel()), experts, block_m, chunk=16)
     for order in (one, many):
         assert order.pair.tolist() == pairs
-        assert order.run_end.tolist() == ends
+    assert one.run_end.tolist() == ends
     count = int(one.num_tiles)
     assert count == int(many.num_tiles)
     for name in ("tile_expert", "tile_start", "tile_end"):
         assert torch.equal(getattr(one, name)[:count], getattr(many, name)[:count])
-    for name in ("expert", "slot", "run_start"):
+    for name in ("expert", "slot"):
         assert torch.equal(getattr(one, name), getattr(many, name))
-    assert torch.equal(one.factors.rank[:5], many.factors.rank[:5])
-    found, slot = find_runs(one), one.slot.tolist()
-    for tile in range(count):
-        tile_range = range(int(one.tile_start[tile]), int(one.tile_end[tile]))
-        opens = [
-            p for p in tile_range if slot[p] >= 0 and (p == tile_range[0] or slot[p] != slot[p - 1])
-        ]
-        assert found.tile_runs[tile, : len(opens)].tolist() == opens
-        assert int(found.tile_num_runs[tile]) == len(opens)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "block_m"), ORDERS)
+def test_runs(tokens: int, top_k: int, experts: int, block_m: int) -> None:
+    layer = make_layer(tokens, top_k, experts, 4, sentinel_share=0.1)
+    ids, lora = layer.topk_ids, lora_of(layer)
+    order = order_pairs(ids, factors_of(lora, ids.numel()), experts, block_m)
+    slot, by_position = order.slot.tolist(), order.factors
+    found = find_runs(order, 16, 3)
+    pieces = {}
+    for tile in range(int(order.num_tiles)):
+        start, end = int(order.tile_start[tile]), int(order.tile_end[tile])
+        opens = [p for p in range(start, end) if p == start or slot[p] != slot[p - 1]]
+        stops = [*opens[1:], end]
+        runs = [(a, b) for a, b in zip(opens, stops, strict=True) if slot[a] >= 0]
+        at = range(tile * block_m, tile * block_m + len(runs))
+        assert int(found.num_runs[tile]) == len(runs)
+        assert [(int(found.run_first[i]), int(found.run_stop[i])) for i in at] == runs
+        first = [a for a, _ in runs]
+        assert torch.equal(found.run_rank[:, at], by_position.rank[:, first])
+        assert torch.equal(found.run_address[:, at], by_position.address[:, first])
+        assert not found.run_rank[2:5, at.stop : (tile + 1) * block_m].any()
+        pieces |= {p: min(p + 16, b) for a, b in runs for p in range(a, b, 16)}
+    count = int(found.num_pieces)
+    first = found.piece_first[:count].tolist()
+    assert dict(zip(first, found.piece_stop[:count].tolist(), strict=True)) == pieces
+    assert torch.equal(found.piece_rank[:, :count], by_position.rank[:, first])
+    assert torch.equal(found.piece_address[:, :count], by_position.address[:, first])
 
 
 def factors_of(lora: ExpertsLora, pairs: int) -> PairFactors:
-    gate_up, down = (site_factors(pair, lora.active_slots) for pair in (lora.gate_up, lora.down))
+    gate_up = site_factors(lora.gate_up, lora.most_rank(is_down=False))
+    down = site_factors(lora.down, lora.most_rank(is_down=True))
     return PairFactors.empty(lora.slots, gate_up, down, pairs)
 
 
@@ -225,5 +246,7 @@ def test_every_number_of_tokens_has_a_plan(dtype: torch.dtype) -> None:
             for adapters in (0, 1, 8, 1000):
                 plan = choose_plan(shape, adapters)
                 assert not plan.base.is_identity or tokens == 1
-                assert plan.lora.shrink.by_run or not plan.base.is_identity
+                assert plan.lora.by_run or not plan.base.order_chunk
+                shrinks = plan.lora.shrink, plan.lora.down_shrink
+                assert not plan.lora.by_run or len({shrink.block_m for shrink in shrinks}) == 1
                 assert not (plan.base.is_identity and plan.lora.by_run)

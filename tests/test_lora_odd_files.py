@@ -51,7 +51,7 @@ def test_the_automodel_file_may_be_a_pipe_no_more(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("path", ["a" * 300, "/no/" * 3000, "a\0b", "\ud800"])
 def test_a_path_that_no_file_has(path: str) -> None:
-    with pytest.raises(AdapterError, match="adapter path"):
+    with pytest.raises(AdapterError, match=r"adapter path|no such folder"):
         observe(Path(path))
 
 

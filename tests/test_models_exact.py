@@ -13,7 +13,6 @@ from helpers_models import (
 )
 
 from vexpert.models.masks import MaskKind
-from vexpert.models.served import TransformersModel
 
 MOE = (
     "qwen3_moe",
@@ -40,13 +39,36 @@ def test_exact(model_type: str) -> None:
     assert worst_error(tiny_model(model_type)) < LIMIT
 
 
-def test_a_wrong_window_is_seen() -> None:
+# sinks and window; softcap and window; chunks
+@pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is not in use")
+@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", "llama4_text"])
+def test_exact_with_kernels(model_type: str) -> None:
+    error = worst_error(tiny_model(model_type), longest=17, count=3, use_kernels=True)
+    assert error < LIMIT
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="it chooses backends of a CPU")
+def test_kernels_come_with_the_triton_backend() -> None:
+    for backend, model_type, expected in (
+        ("triton", "qwen3", True),
+        ("triton", "deepseek_v2", False),  # latent
+        ("torch", "qwen3", False),
+    ):
+        layers = served(tiny_model(model_type), lora_backend=backend).layers
+        assert {layer.use_kernels for layer in layers} == {expected}
+
+
+@pytest.mark.parametrize("use_kernels", [False, True])
+def test_a_wrong_window_is_seen(use_kernels: bool) -> None:
     """Contexts are longer than the windows: a layer with a window one too long must fail."""
+    if use_kernels and torch.cuda.is_available():
+        pytest.skip("Triton's interpreter is not in use")
     model = tiny_model("mixtral")
-    sequences = random_sequences(3, 30, 1)
+    sequences = random_sequences(1, 16, 1)
     want = reference_logits(model, sequences)
     ours = served(model)
-    assert isinstance(ours, TransformersModel)
+    for layer in ours.layers:
+        layer.use_kernels = use_kernels
     ours.layers[1].kind = MaskKind(window=8)
     got = Driver(ours).play(sequences)
     assert relative_error(torch.cat(got), torch.cat(want)) > 100 * LIMIT

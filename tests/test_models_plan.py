@@ -114,3 +114,16 @@ def test_context_slots() -> None:
     first = [5, 5, 5] + [-1] * 5 + [-1] * 8
     assert slots.tolist() == [*first, 0, 0, -1, -1]
     assert plan.context_size(CAUSAL) == len(slots)
+
+
+def test_a_plan_takes_a_batch_of_its_own() -> None:
+    step = step_of([1, 2, 1], [3, 2, 6], 4)
+    plan = StepPlan(step, 4)
+    made = plan.attention_batch
+    assert plan.attention_batch is made
+    assert made.query_starts.tolist() == [0, 1, 3, 4]
+    assert made.kv_lens.tolist() == [3, 2, 6]
+    assert (made.max_query_len, made.max_kv_len) == (2, 6)
+    other = StepPlan(step, 4)
+    other.attention_batch = made
+    assert other.attention_batch is made

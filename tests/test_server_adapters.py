@@ -8,6 +8,7 @@ from helpers_server import BASE, FakeEngine, RunningServer
 
 from vexpert.errors import ConfigError
 from vexpert.server.app import create_app
+from vexpert.server.engine_thread import EngineThread
 
 pytest_plugins = ["helpers_server_fixtures"]
 
@@ -55,7 +56,7 @@ def test_a_name_with_a_slash_is_a_model(fake_server: RunningServer, folder: str)
 def test_an_adapter_may_not_take_the_base_models_name(fake: FakeEngine) -> None:
     fake.load_adapter(BASE, "bundled")
     with pytest.raises(ConfigError, match="rename"):
-        create_app(fake)
+        create_app(EngineThread(fake))
 
 
 def test_version_and_ping(fake_server: RunningServer) -> None:

@@ -115,7 +115,7 @@ def test_adapters_have_series_of_their_own_up_to_a_limit() -> None:
 def test_counts_of_thousands_of_adapters_stay_few_and_add_up() -> None:
     recorder = Recorder(labels=AdapterLabels(most=3))
     for index in range(1000):
-        tracker = Tracker(str(index), f"a{index}", 5, False, lambda update: None, 1, arrival=0.0)
+        tracker = Tracker(str(index), f"a{index}", 5, 1, lambda update: None, arrival=0.0)
         recorder.added(tracker)
         recorder.stepped(tracker, 2, now=1.5)
         recorder.finished(tracker, ["stop"], now=2.0)
@@ -148,7 +148,7 @@ def test_counts_of_thousands_of_adapters_stay_few_and_add_up() -> None:
 
 
 def test_an_idle_engine_is_checked_once(fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("vexpert.server.engine_thread.IDLE_CHECK", 0.02)
+    monkeypatch.setattr("vexpert.server.engine_loop.IDLE_CHECK", 0.02)
     with serving(fake) as server:
         wait_for(lambda: fake.integrity_checks == 1)
         server.ask(BASE, "hello")

@@ -8,41 +8,54 @@ import asyncio
 import os
 import random
 import resource
+import subprocess
 import time
 from typing import Any
 
 import httpx
 import pytest
 from helpers_malformed import malformed
-from helpers_server import BASE, NAMES, RunningServer, make_fake_engine, right_answer, serving
+from helpers_server import (
+    BASE,
+    NAMES,
+    RunningServer,
+    make_fake_engine,
+    right_answer,
+    serving,
+    wait_for,
+)
 
 from vexpert import demo
 from vexpert.config import EngineConfig
-from vexpert.engine.engine import Engine
+from vexpert.server.engine_boot import build_engine, read_tokenizer
+from vexpert.server.engine_process import EngineProcess
+from vexpert.server.interface import LoraModule
 from vexpert.server.options import ServerOptions
 
 FACTOR = int(os.environ.get("VEXPERT_STRESS", "1"))
 OPTIONS = ServerOptions((BASE,), tool_call_parser="hermes", status_interval=None, access_log=False)
 
 
-def demo_engine(**options: Any) -> Engine:
-    """The demo with its adapters; a small cache, so that sequences compete for blocks."""
-    config = EngineConfig(model=str(demo.model_path()), max_num_seqs=32, **options)
-    engine = Engine(config)
-    for name, path in demo.adapter_paths().items():
-        engine.load_adapter(name, str(path))
-    return engine
-
-
 @pytest.fixture(scope="module")
 def server() -> Any:
-    with serving(demo_engine(kv_cache_memory=2_000_000), OPTIONS) as running:
-        yield running
+    """The demo with its adapters; a small cache, so that sequences compete for blocks."""
+    config = EngineConfig(model=str(demo.model_path()), max_num_seqs=32, kv_cache_memory=2_000_000)
+    host = EngineProcess(config, build_engine, read_tokenizer)
+    host.launch([LoraModule(name, str(path)) for name, path in demo.adapter_paths().items()])
+    try:
+        host.connect()
+        with serving(host, OPTIONS) as running:
+            yield running
+    finally:
+        host.close()
 
 
-def memory() -> int:
-    """Peak resident bytes of this process."""
-    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024
+def memory(server: RunningServer) -> int:
+    """Resident bytes of this process, at their peak, and of the engine's."""
+    command = ["ps", "-o", "rss=", "-p", str(server.engine.pid)]
+    shown = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    own = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return (own + int(shown)) * 1024
 
 
 def test_malformed_bodies_get_a_4xx_and_leave_nothing(server: RunningServer) -> None:
@@ -60,12 +73,12 @@ def test_malformed_bodies_get_a_4xx_and_leave_nothing(server: RunningServer) -> 
             assert response.json()["error"]["message"], (path, content)
         seen[response.status_code] = seen.get(response.status_code, 0) + 1
         if i == 250 * FACTOR:
-            after_warm_up = memory()
+            after_warm_up = memory(server)
     assert seen[400] > 200 * FACTOR
     assert seen[200] > 5
-    assert memory() - after_warm_up < 64 * 2**20
+    assert memory(server) - after_warm_up < 64 * 2**20
     assert server.ask("upper", "hello") == "HELLO"
-    server.engine.check_integrity()
+    server.run(server.app.state.service.engine.check_integrity())
 
 
 async def visit(client: httpx.AsyncClient, i: int, rng: random.Random) -> bool:
@@ -109,14 +122,13 @@ def test_clients_that_leave_at_random_cost_the_others_nothing(server: RunningSer
 
     stayed = asyncio.run(visit_all())
     assert 0.6 * count < sum(stayed) < 0.8 * count
-    end = time.monotonic() + 20
-    while server.engine.has_unfinished() and time.monotonic() < end:
-        time.sleep(0.05)
-    server.engine.check_integrity()
-    stats = server.engine.stats()
+    engine = server.app.state.service.engine
+    wait_for(lambda: server.run(engine.stats()).num_running == 0, 20)
+    server.run(engine.check_integrity())
+    stats = server.run(engine.stats())
     assert (stats.num_running, stats.num_waiting, stats.kv_blocks_used) == (0, 0, 0)
     assert server.app.state.service.active == 0
-    assert server.app.state.service.engine.num_sequences == 0
+    assert engine.num_sequences == 0
     for name in [BASE, *NAMES]:
         assert server.ask(name, "still") == right_answer(name, "still")
 

@@ -8,15 +8,17 @@ import pytest
 from helpers_server import BASE, FakeEngine
 
 from vexpert.server.app import create_app
+from vexpert.server.engine_thread import EngineThread
+from vexpert.server.listen import bind, url_of
 from vexpert.server.options import ServerOptions
-from vexpert.server.run import bind, run, url_of
+from vexpert.server.run import run
 
 pytest_plugins = ["helpers_server_fixtures"]
 
 
 def test_a_failed_engine_ends_the_server_with_1(fake: FakeEngine) -> None:
     fake.failure = RuntimeError("planted")
-    app = create_app(fake, ServerOptions((BASE,), status_interval=0.01))
+    app = create_app(EngineThread(fake), ServerOptions((BASE,), status_interval=0.01))
     answers: list[httpx.Response] = []
 
     def ask() -> None:
@@ -27,7 +29,7 @@ def test_a_failed_engine_ends_the_server_with_1(fake: FakeEngine) -> None:
     with bind("127.0.0.1", 0) as bound:
         assert run(app, bound, on_ready=asking.start) == 1
     asking.join()
-    assert answers[0].status_code == 500
+    assert answers[0].status_code == 503
     assert "planted" in answers[0].json()["error"]["message"]
 
 

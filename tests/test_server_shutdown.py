@@ -13,8 +13,10 @@ import pytest
 from helpers_server import BASE, FakeEngine, make_fake_engine, wait_for
 
 from vexpert.server.app import create_app
+from vexpert.server.engine_thread import EngineThread
+from vexpert.server.listen import bind, url_of
 from vexpert.server.options import ServerOptions
-from vexpert.server.run import bind, run, url_of
+from vexpert.server.run import run
 
 BODY: dict[str, Any] = {"model": BASE, "prompt": "x", "ignore_eos": True}
 
@@ -22,7 +24,7 @@ BODY: dict[str, Any] = {"model": BASE, "prompt": "x", "ignore_eos": True}
 def drained(engine: FakeEngine, seconds: float, work: Any) -> int:
     """The exit code of a server of which `work(url)` is run beside; it must send a signal."""
     options = ServerOptions((BASE,), status_interval=None, shutdown_timeout=seconds)
-    app = create_app(engine, options)
+    app = create_app(EngineThread(engine), options)
     failures: list[BaseException] = []
 
     def guarded() -> None:

@@ -98,6 +98,13 @@ class EngineConfig:
     max_num_seqs: int = option(256, "requests in one step", "scheduler")
     max_num_batched_tokens: int = option(2048, "tokens in one step", "scheduler")
     enforce_eager: bool = option(False, "no CUDA graphs", "scheduler")
+    warm_up: str = option(
+        "all",
+        "what a GPU compiles before it is ready: all kernels; those of decode steps; none but for"
+        " its graphs. The rest comes with the requests that need it",
+        "scheduler",
+        ("all", "decode", "none"),
+    )
     enable_lora: bool = option(True, "serve adapters", "lora")
     max_loras: int | None = option(
         None, "most adapters on the device; default: as many as lora_memory holds", "lora"

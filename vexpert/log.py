@@ -2,6 +2,7 @@
 
 import json
 import logging
+import sys
 from datetime import UTC, datetime
 
 _announced: set[str] = set()
@@ -27,6 +28,25 @@ class JsonFormatter(logging.Formatter):
         if record.exc_info:
             line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line)
+
+
+def set_up_logging(tree: str, level: str, form: str) -> None:
+    """All lines of a logger tree to stderr, as text or as JSON: of a command, not of a library."""
+    handler = logging.StreamHandler()
+    line = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
+    handler.setFormatter(JsonFormatter() if form == "json" else line)
+    logger = logging.getLogger(tree)
+    logger.setLevel(level)
+    logger.addHandler(handler)
+    logger.propagate = False
+
+
+def quiet_libraries() -> None:
+    """Keep transformers' own bars, such as that of loading weights, out of log files."""
+    if not sys.stderr.isatty():
+        from transformers.utils.logging import disable_progress_bar
+
+        disable_progress_bar()
 
 
 def log_once(logger: logging.Logger, message: str) -> None:

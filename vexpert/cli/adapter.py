@@ -3,12 +3,16 @@
 import argparse
 import dataclasses
 import json
+import logging
 import re
 import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
+from vexpert.log import quiet_libraries
 
 if TYPE_CHECKING:
     from vexpert.engine.check import CheckReport
@@ -74,6 +78,7 @@ def run(args: argparse.Namespace) -> int:
 def _inspect(args: argparse.Namespace, options: dict[str, Any]) -> int:
     from vexpert.engine.inspect import inspect_adapter
 
+    quiet_libraries()
     report = inspect_adapter(args.path, args.model, max_lora_rank=args.max_lora_rank, **options)
     _print(json.dumps(_plain(report)) if args.json else "\n".join(inspect_lines(report)))
     return int(report.is_refused)
@@ -83,13 +88,28 @@ def _check(args: argparse.Namespace, options: dict[str, Any]) -> int:
     limit_spinning()
     from vexpert.engine.check import check_adapter
 
+    quiet_libraries()
+
     options |= {"prompts": args.prompt or None, "device": args.device}
     if args.tokenizer is not None:
         options["tokenizer"] = args.tokenizer
-    report = check_adapter(args.path, args.model, **options)
+    with _warnings_in_report():
+        report = check_adapter(args.path, args.model, **options)
     facts = dataclasses.asdict(report) | {"verdict": report.verdict}
     _print(json.dumps(facts) if args.json else "\n".join(check_lines(report)))
     return int(not report.is_right)
+
+
+@contextmanager
+def _warnings_in_report() -> Iterator[None]:
+    """Keep what a load warns of from being logged too: the report has it."""
+    logger = logging.getLogger("vexpert.lora.host_tier")
+    level = logger.level
+    logger.setLevel(logging.ERROR)
+    try:
+        yield
+    finally:
+        logger.setLevel(level)
 
 
 def _print(text: str) -> None:

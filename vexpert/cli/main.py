@@ -30,6 +30,7 @@ EXTRAS = {
     "httpx",
     "rich",
     "yaml",
+    "msgpack",
 }
 
 

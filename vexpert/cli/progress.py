@@ -17,11 +17,3 @@ def progress(label: str, total: int) -> Iterator[Callable[[], None]]:
     with Progress(console=Console(stderr=True), transient=True) as bars:
         task = bars.add_task(label, total=total)
         yield lambda: bars.advance(task)
-
-
-def quiet_libraries() -> None:
-    """Keep transformers' own bars, such as that of loading weights, out of log files."""
-    if not sys.stderr.isatty():
-        from transformers.utils.logging import disable_progress_bar
-
-        disable_progress_bar()

@@ -5,39 +5,25 @@ import dataclasses
 import errno
 import gc
 import json
-import logging
 import socket
 import sys
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.config_file import add_config
 from vexpert.cli.parser import add_engine_options, engine_config
-from vexpert.cli.progress import quiet_libraries
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
-from vexpert.log import JsonFormatter, get_logger
+from vexpert.log import get_logger, set_up_logging
+from vexpert.server.interface import LoraModule
 
 if TYPE_CHECKING:
-    from vexpert.server.interface import EngineProtocol
+    from vexpert.server.engine_process import EngineProcess
     from vexpert.server.options import ServerOptions
 
-SWITCH_SECONDS = 5e-5
 LOG_LEVELS = ("debug", "info", "warning", "error")
 logger = get_logger(__name__)
-
-
-@dataclass(frozen=True)
-class LoraModule:
-    """An adapter to load at boot."""
-
-    name: str
-    path: str
-    lora_B_layout: str | None = None
-    pinned: bool = False
-    lazy: bool = False  # read when a request first needs it
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -138,6 +124,13 @@ def _add_limits(group: Any) -> None:
         metavar="X",
         help="seconds that accepted requests have after a signal",
     )
+    group.add_argument(
+        "--engine-restarts",
+        type=int,
+        default=3,
+        metavar="N",
+        help="most restarts of a failed engine in 10 minutes; one more, and the server ends",
+    )
 
 
 def _add_chat_options(group: Any) -> None:
@@ -188,7 +181,7 @@ def run(args: argparse.Namespace) -> int:
     config = engine_config(args)
     limit_spinning()
 
-    from vexpert.server.run import bind
+    from vexpert.server.listen import bind
     from vexpert.server.tracing import check_endpoint
 
     check_endpoint(args.otlp_traces_endpoint)
@@ -196,7 +189,8 @@ def run(args: argparse.Namespace) -> int:
         bound = bind(args.host, args.port)
     except OSError as error:
         return _say_cannot_bind(args, error)
-    _set_up_logging(args.uvicorn_log_level, args.log_format)
+    for tree, level in (("vexpert", "INFO"), ("uvicorn", args.uvicorn_log_level.upper())):
+        set_up_logging(tree, level, args.log_format)
     with bound:
         return _serve(args, config, bound)
 
@@ -209,10 +203,10 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"port={args.port}: use 1 to 65535, or 0 for a free one")
     if args.max_body_bytes < 1:
         raise ConfigError(f"max_body_bytes={args.max_body_bytes}: must be at least 1")
-    for name, least in (("max_queue_len", 0), ("shutdown_timeout", 0), ("request_timeout", 0)):
+    for name in ("max_queue_len", "shutdown_timeout", "request_timeout", "engine_restarts"):
         value = getattr(args, name)
-        if value is not None and not least <= value < float("inf"):
-            raise ConfigError(f"{name}={value}: must be at least {least}, and finite")
+        if value is not None and not 0 <= value < float("inf"):
+            raise ConfigError(f"{name}={value}: must be at least 0, and finite")
     for root in args.allowed_adapter_roots:
         if not Path(root).is_dir():
             raise ConfigError(f"allowed_adapter_roots: {root}: no such folder")
@@ -228,40 +222,58 @@ def _say_cannot_bind(args: argparse.Namespace, error: OSError) -> int:
 
 
 def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket) -> int:
-    from vexpert.server.app import create_app
-    from vexpert.server.run import run as run_server
-    from vexpert.server.run import url_of
-
     config, modules, names = resolve_model(config, args.lora_modules, args.served_model_name)
+    if modules and not config.enable_lora:
+        raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
     check_modules(modules, names or (config.model,))
     _print_config(config, args)
     options = _server_options(args, config, names)  # before the model loads: it may be refused
-    app = create_app(build_engine(config, modules), options)
+    engine = engine_process(config, args.log_format)
+    try:
+        engine.launch(modules)
+        return _serve_engine(args, engine, options, bound)
+    finally:
+        engine.close()
+        gc.unfreeze()
+
+
+def engine_process(config: EngineConfig, log_format: str) -> "EngineProcess":
+    """The engine of `config`, not launched yet."""
+    from vexpert.server.engine_boot import build_engine, read_tokenizer
+    from vexpert.server.engine_process import EngineProcess
+
+    return EngineProcess(config, build_engine, read_tokenizer, log_format)
+
+
+def _serve_engine(
+    args: argparse.Namespace,
+    engine: "EngineProcess",
+    options: "ServerOptions",
+    bound: socket.socket,
+) -> int:
+    """Serve an engine that is starting; what is imported here loads beside it."""
+    from vexpert.server.app import create_app
+    from vexpert.server.engine_boot import settle
+    from vexpert.server.listen import url_of
+    from vexpert.server.progress import EngineFailedError
+    from vexpert.server.run import run as run_server
+
+    try:
+        engine.connect()
+    except EngineFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
+    app = create_app(engine, options)
     settle()
     service = app.state.service
 
     def ready() -> None:
-        count = len(service.engine.adapters())
+        count = len(engine.facts.adapters)
         plural = "" if count == 1 else "s"
         words = f"(model {service.base_names[0]}, {count} adapter{plural})"
         print(f"vexpert ready: {url_of(bound, args.host)} {words}", flush=True)
 
-    try:
-        return run_server(app, bound, ready)
-    finally:
-        gc.unfreeze()
-
-
-def settle() -> None:
-    """Keep this process's other threads from holding up its steps.
-
-    A collection walks every object of the imported libraries, 0.1 s, so those are set aside. A
-    step's thread gives the interpreter's lock away at each PyTorch call and waits up to the switch
-    interval, 5 ms unless told otherwise, to have it back from a thread that reads an adapter.
-    """
-    gc.collect()
-    gc.freeze()
-    sys.setswitchinterval(SWITCH_SECONDS)
+    return run_server(app, bound, ready)
 
 
 def resolve_model(
@@ -271,7 +283,6 @@ def resolve_model(
     if config.model:
         return config, modules, tuple(names)
     from vexpert import demo
-    from vexpert.engine.boot import DEMO_NAME
 
     config = dataclasses.replace(config, model=str(demo.model_path()))
     given = {module.name for module in modules}
@@ -280,7 +291,7 @@ def resolve_model(
         for name, path in demo.adapter_paths().items()
         if config.enable_lora and name not in given
     ]
-    return config, [*bundled, *modules], tuple(names) or (DEMO_NAME,)
+    return config, [*bundled, *modules], tuple(names) or (demo.DEMO_NAME,)
 
 
 def check_modules(modules: list[LoraModule], base_names: tuple[str, ...]) -> None:
@@ -297,25 +308,6 @@ def check_modules(modules: list[LoraModule], base_names: tuple[str, ...]) -> Non
         if module.name in seen:
             raise ConfigError(f"adapter {module.name!r} is given twice; rename one of them")
         seen.add(module.name)
-
-
-def build_engine(config: EngineConfig, modules: list[LoraModule]) -> "EngineProtocol":
-    """The engine with its adapters loaded. Raises VexpertError."""
-    if modules and not config.enable_lora:
-        raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
-    from vexpert.engine.engine import Engine
-
-    quiet_libraries()
-    engine: EngineProtocol = Engine(config)
-    for module in modules:
-        call = engine.register_adapter if module.lazy else engine.load_adapter
-        options = {"lora_B_layout": module.lora_B_layout, "pinned": module.pinned}
-        info = call(module.name, module.path, **options)
-        size = info.host_bytes / 2**20
-        logger.info("adapter %s: rank %d, %.2f MiB, %s", info.name, info.rank, size, info.path)
-        for warning in info.warnings:
-            logger.warning("adapter %s: %s", info.name, warning)
-    return engine
 
 
 def _server_options(
@@ -339,6 +331,7 @@ def _server_options(
         max_queue_len=args.max_queue_len,
         request_timeout=args.request_timeout,
         shutdown_timeout=args.shutdown_timeout,
+        engine_restarts=args.engine_restarts,
         adapter_roots=tuple(args.allowed_adapter_roots),
         cors=cors,
         access_log=not args.disable_uvicorn_access_log,
@@ -362,18 +355,6 @@ def _read_template(file: str | None) -> str | None:
         raise ConfigError(f"chat_template: {file} cannot be read: {error}") from error
 
 
-def _set_up_logging(uvicorn_level: str, form: str) -> None:
-    """All log lines to stderr, so that stdout holds the ready line alone."""
-    handler = logging.StreamHandler()
-    line = logging.Formatter("%(asctime)s %(levelname).1s %(message)s", "%H:%M:%S")
-    handler.setFormatter(JsonFormatter() if form == "json" else line)
-    for name, level in (("vexpert", "INFO"), ("uvicorn", uvicorn_level.upper())):
-        tree = logging.getLogger(name)
-        tree.setLevel(level)
-        tree.addHandler(handler)
-        tree.propagate = False
-
-
 def _print_config(config: EngineConfig, args: argparse.Namespace) -> None:
     from vexpert import __version__
 
@@ -385,6 +366,7 @@ def _print_config(config: EngineConfig, args: argparse.Namespace) -> None:
         "max_queue_len": args.max_queue_len,
         "request_timeout": args.request_timeout,
         "shutdown_timeout": args.shutdown_timeout,
+        "engine_restarts": args.engine_restarts,
         "tool_call_parser": args.tool_call_parser,
         "allowed_adapter_roots": args.allowed_adapter_roots,
         "max_body_bytes": args.max_body_bytes,

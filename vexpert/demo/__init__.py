@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+DEMO_NAME = "vexpert-demo"  # what the bundled model is served as; its own name is a folder
 _FOLDER = Path(__file__).resolve().parent
 
 

@@ -1,13 +1,18 @@
 """Building an engine's parts from its config, and the lines that say what was built."""
 
 import functools
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from vexpert.config import EngineConfig
+from vexpert.demo import DEMO_NAME, model_path
 from vexpert.engine.adapters import AdapterSource, NoAdapters
 from vexpert.engine.admission import parse_weights
+from vexpert.engine.capture import Capturer, CudaCapturer
+from vexpert.engine.graph_buffers import GraphBuffers
+from vexpert.engine.graphs import MOST_LORA_GRAPHS, DecodeGraphs, graph_sizes
 from vexpert.engine.memory import MIB, CacheBudget
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger
@@ -16,7 +21,7 @@ from vexpert.models.types import ModelInfo, ServedModel
 
 logger = get_logger(__name__)
 
-DEMO_NAME = "vexpert-demo"  # what the bundled model is served as; its own name is a folder
+GRAPH_BYTES = 8 * MIB  # that one captured graph takes on the device, roughly
 
 
 def load_served_model(config: EngineConfig) -> ServedModel:
@@ -53,7 +58,10 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
 
     info, weight = model.info, model.parameter
     reader = functools.partial(
-        read_adapter, supported=SUPPORTED, base_weight=weight, model_name=info.name
+        read_adapter,
+        supported=SUPPORTED,
+        base_weight=weight,
+        model_names=model_names(info.name),
     )
     manager = AdapterManager(
         *(model.targets, model.lora, config, info.device, info.dtype, reader),
@@ -66,12 +74,54 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
     return source
 
 
+def model_names(name: str) -> tuple[str, ...]:
+    """Names of the model `name`, a folder or a hub's name: its own, and what its config says."""
+    from vexpert.demo import model_path
+    from vexpert.models.checkpoint import original_name
+
+    if Path(name) == model_path():
+        return name, DEMO_NAME
+    original = original_name(name)
+    return (name, original) if original else (name,)
+
+
 def _base_names(config: EngineConfig, info: ModelInfo) -> frozenset[str]:
     """The names that mean the base model."""
-    from vexpert.demo import model_path
-
     is_demo = config.model in ("", str(model_path()))
     return frozenset({info.name, DEMO_NAME} if is_demo else {info.name})
+
+
+def make_graphs(
+    config: EngineConfig,
+    model: ServedModel,
+    adapters: AdapterSource,
+    max_model_len: int,
+    capturer: Capturer | None = None,
+) -> DecodeGraphs | None:
+    """Graphs of decode steps, none of them captured yet; None, the reason logged: there are none.
+
+    `capturer`: CUDA's unless given.
+    """
+    info = model.info
+    if info.device.type != "cuda" and capturer is None:
+        return None
+    reason = "enforce_eager is set" if config.enforce_eager else model.why_not_captured()
+    if reason is not None:
+        logger.info("no CUDA graphs, decode steps run eagerly: %s", reason)
+        return None
+    sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+    width = -(-max_model_len // config.block_size)
+    buffers = GraphBuffers(info, sizes[-1], width, config.block_size)
+    return DecodeGraphs(model, adapters, buffers, sizes, capturer or CudaCapturer(info.device))
+
+
+def graph_reserve(graphs: DecodeGraphs | None, config: EngineConfig) -> int:
+    """Bytes of the device to keep free for `graphs`, logged."""
+    if graphs is None:
+        return 0
+    count = len(graphs.sizes) + (MOST_LORA_GRAPHS if config.enable_lora else 0)
+    logger.info("CUDA graphs: %.1f MiB reserved for up to %d", count * GRAPH_BYTES / MIB, count)
+    return count * GRAPH_BYTES
 
 
 def decide_max_model_len(config: EngineConfig, info: ModelInfo) -> int:

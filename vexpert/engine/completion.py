@@ -49,7 +49,7 @@ class Completer:
             return "stop", None if is_eos else token
         if params.max_tokens is not None and len(sequence.output_token_ids) >= params.max_tokens:
             return "length", None
-        return ("length", None) if len(sequence.tokens) >= self._max_model_len else None
+        return ("length", None) if sequence.num_known >= self._max_model_len else None
 
     def logprob_row(self, logprobs: TokenLogprobs) -> LogprobRow:
         """The chosen token first, then the likeliest in order."""

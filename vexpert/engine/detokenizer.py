@@ -1,5 +1,7 @@
 """Token ids to text, one token at a time, never splitting a character."""
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any, Protocol
 
 MAX_HELD = 3  # a character of UTF-8 has at most 4 bytes: 3 may be there before it is complete
@@ -15,6 +17,29 @@ class Tokenizer(Protocol):
     def decode(self, token_ids: list[int], **options: Any) -> str: ...
 
 
+# Where transformers defines a decode that only calls the compiled tokenizer.
+PLAIN = {
+    "decode": "transformers.tokenization_utils_base",
+    "_decode": "transformers.tokenization_utils_tokenizers",
+}
+
+
+def find_decode(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+    """`tokenizer.decode`, without the Python around the compiled one if that adds nothing.
+
+    What surrounds it takes longer than the work itself.
+    """
+    backend = getattr(tokenizer, "backend_tokenizer", None)
+    methods = {name: getattr(type(tokenizer), name, None) for name in PLAIN}
+    is_plain = backend is not None and all(
+        getattr(method, "__module__", None) == PLAIN[name] for name, method in methods.items()
+    )
+    if is_plain and not getattr(tokenizer, "clean_up_tokenization_spaces", True):
+        assert backend is not None
+        return partial(backend.decode, skip_special_tokens=skip_special_tokens)
+    return partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
+
+
 class Detokenizer:
     """Decodes a short window of the newest tokens, so a token costs the same at any length.
 
@@ -23,8 +48,7 @@ class Detokenizer:
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
-        self._tokenizer = tokenizer
-        self._skip_special_tokens = skip_special_tokens
+        self._decode = find_decode(tokenizer, skip_special_tokens)
         self._window: list[int] = []
         self._emitted = 0  # characters of the window's text that have been handed out
         self._border = 0  # tokens of the window up to the last border of a character
@@ -32,7 +56,7 @@ class Detokenizer:
     def append(self, token: int) -> str:
         """Text that `token` completes; may be empty."""
         self._window.append(token)
-        text = self._decode()
+        text = self._decode(self._window)
         end = len(text)
         while end > self._emitted and len(text) - end < MAX_HELD and text[end - 1] == REPLACEMENT:
             end -= 1
@@ -44,9 +68,6 @@ class Detokenizer:
             self._border = len(self._window)
         return new
 
-    def _decode(self) -> str:
-        return self._tokenizer.decode(self._window, skip_special_tokens=self._skip_special_tokens)
-
     def _move(self, complete: bool) -> None:
         """Start the window at the last border before this token.
 
@@ -57,7 +78,7 @@ class Detokenizer:
             return
         del self._window[: self._border if 0 < self._border < len(self._window) else -MAX_HELD - 1]
         self._border = len(self._window) if complete else 0
-        text = self._decode()
+        text = self._decode(self._window)
         held = 0
         while not complete and held < min(MAX_HELD, len(text)) and text[-held - 1] == REPLACEMENT:
             held += 1

@@ -13,20 +13,23 @@ from vexpert.config import EngineConfig, allocating
 from vexpert.engine import boot
 from vexpert.engine.adapters import AdapterSource
 from vexpert.engine.block_pool import BlockPool
+from vexpert.engine.capture import Capturer
 from vexpert.engine.completion import Completer, request_output
 from vexpert.engine.detokenizer import Detokenizer
 from vexpert.engine.failure import no_token_error, not_finite_error
+from vexpert.engine.flight import Flight, may_overlap
 from vexpert.engine.grammar import Grammars, Matcher
 from vexpert.engine.logprobs import token_logprobs
 from vexpert.engine.memory import decide_cache
 from vexpert.engine.outputs import EngineStats, RequestOutput
-from vexpert.engine.request import Request, Sequence
+from vexpert.engine.request import Request, Sequence, State
 from vexpert.engine.runner import Runner, StepResult
-from vexpert.engine.sampler import NO_TOKEN, Sampler
+from vexpert.engine.sampler import NO_TOKEN, Sampled, Sampler
 from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.scheduler import Chunk, Scheduler
 from vexpert.engine.validation import check_params, check_prompt
+from vexpert.engine.warmup import WarmUp, warm_up
 from vexpert.errors import AdapterNotFoundError, RequestError
 from vexpert.lora.types import AdapterInfo, AdapterRef
 from vexpert.models.types import ServedModel
@@ -39,6 +42,8 @@ class Engine:
 
     `add_request`, `abort`, `step` and `stats` belong to one thread; adapters may be loaded and
     unloaded from others. `model`, `tokenizer` and `adapters` are built from `config` unless given.
+    `capturer` makes graphs of decode steps where the device is not a GPU: for tests. `overlap`:
+    whether steps are committed while the next one runs; None: on a GPU.
     """
 
     def __init__(
@@ -48,6 +53,8 @@ class Engine:
         model: ServedModel | None = None,
         tokenizer: Any = None,
         adapters: AdapterSource | None = None,
+        capturer: Capturer | None = None,
+        overlap: bool | None = None,
     ) -> None:
         self.config = config
         weights = boot.check_lora_options(config)
@@ -57,7 +64,9 @@ class Engine:
         self.model_info = model.info
         self.max_model_len = boot.decide_max_model_len(config, model.info)
         self._adapters = boot.make_adapters(config, model) if adapters is None else adapters
-        cache = decide_cache(config, model.info, self.max_model_len)
+        graphs = boot.make_graphs(config, model, self._adapters, self.max_model_len, capturer)
+        reserved = boot.graph_reserve(graphs, config)
+        cache = decide_cache(config, model.info, self.max_model_len, reserved)
         size = cache.num_blocks * cache.block_bytes
         with allocating(
             f"a KV cache of {size} bytes ({cache.reason})",
@@ -73,8 +82,10 @@ class Engine:
             max_requests_per_lora=config.max_requests_per_lora,
             weights=weights,
         )
-        self._runner = Runner(model, self._adapters, config.block_size)
+        self._runner = Runner(model, self._adapters, config.block_size, graphs)
         self._sampler = Sampler(config.seed)
+        self._overlaps = model.info.device.type == "cuda" if overlap is None else overlap
+        self._flight: Flight | None = None  # the step under way, if the last call left one
         eos = model.info.eos_token_ids
         self._folder_of = lru_cache(maxsize=4096)(self._find_folder)
         self._grammars = Grammars(self.tokenizer, model.info.vocab_size, eos)
@@ -82,6 +93,10 @@ class Engine:
         self._requests: dict[str, Request] = {}
         self._arrivals = itertools.count()
         self._prompt_tokens = self._generation_tokens = self._steps = 0
+        if model.info.device.type == "cuda" or capturer is not None:
+            sizes = config.max_num_batched_tokens, config.max_num_seqs
+            extent = WarmUp(cache.num_blocks, config.block_size, *sizes, config.warm_up)
+            warm_up(model, graphs, self._sampler, extent)
         boot.log_budgets(model, config, cache, self.max_model_len, self._adapters)
 
     def add_request(
@@ -175,17 +190,44 @@ class Engine:
         return bool(self._requests)
 
     def step(self) -> list[RequestOutput]:
-        """Schedule, execute, commit; the state of each request that gained a token or failed."""
+        """Schedule, execute, commit; the state of each request that gained a token or failed.
+
+        On a GPU a step is committed while the next one runs: its outputs come a call later, unless
+        the next step depends on them.
+        """
         ended = self._adapters.advance(is_idle=not self.scheduler.running)
-        failed = self._fail_users(ended) if ended else []
-        chunks = self.scheduler.schedule()
-        if not chunks:
-            if self._requests and not failed:
-                time.sleep(STALL_PAUSE)
-            return failed
+        outputs = self._fail_users(ended) if ended else []
         with torch.inference_mode():
-            result = self._runner.run(chunks)
-            return failed + self._commit(chunks, result)
+            if self._flight is not None and not may_overlap(self._flight, self.scheduler):
+                outputs += self._land()
+            chunks = self.scheduler.schedule()
+            flight = self._launch(chunks) if chunks else None
+            if self._flight is not None:
+                outputs += self._land()
+            elif flight is None and self._requests and not outputs:
+                time.sleep(STALL_PAUSE)
+            self._flight = flight
+            return outputs if self._overlaps or flight is None else outputs + self._land()
+
+    def _launch(self, chunks: list[Chunk]) -> Flight:
+        """Begin a step on the device; the host waits for nothing but what sampling asks for."""
+        under_way = None if self._flight is None else self._flight.chosen
+        result = self._runner.run(chunks, under_way)
+        sampling = None
+        if result.sampled:
+            rows = [sequence.sampling for sequence in result.sampled]
+            sampling = self._sampler.begin(result.sample_logits, rows)
+        for chunk in chunks:
+            self.scheduler.commit(chunk)
+        for row, sequence in enumerate(result.sampled):
+            sequence.expect(row, self.max_model_len)
+        return Flight(chunks, result, sampling)
+
+    def _land(self) -> list[RequestOutput]:
+        """Wait for the step under way and commit it."""
+        flight, self._flight = self._flight, None
+        assert flight is not None
+        return self._commit(flight)
 
     def _fail_users(self, ended: dict[AdapterRef, str]) -> list[RequestOutput]:
         """End the requests of adapters that cannot serve them any more."""
@@ -195,33 +237,32 @@ class Engine:
             self._fail(request, ended[request.adapter])
         return [self._output(request) for request in users]
 
-    def _commit(self, chunks: list[Chunk], result: StepResult) -> list[RequestOutput]:
+    def _commit(self, flight: Flight) -> list[RequestOutput]:
         self._steps += 1
-        touched = {request.id: request for request in self._add_prompt_logprobs(result)}
-        for chunk in chunks:
-            self.scheduler.commit(chunk)
+        touched = {request.id: request for request in self._add_prompt_logprobs(flight.result)}
         for request in touched.values():
             self._fail(request, not_finite_error(request))
-        if result.sampled:
-            self._append_tokens(result)
-            touched |= {sequence.request.id: sequence.request for sequence in result.sampled}
+        if flight.sampling is not None:
+            alive = [s for s in flight.sampled if s.state is not State.FINISHED]
+            touched |= {s.request.id: s.request for s in alive}
+            self._append_tokens(flight, flight.sampling.wait())
         return [self._output(request) for request in touched.values()]
 
-    def _append_tokens(self, result: StepResult) -> None:
-        rows = [sequence.sampling for sequence in result.sampled]
-        sampled = self._sampler.sample(result.sample_logits, rows)
+    def _append_tokens(self, flight: Flight, sampled: Sampled) -> None:
         for row, (sequence, token, logprobs) in enumerate(
-            zip(result.sampled, *sampled, strict=True)
+            zip(flight.sampled, *sampled, strict=True)
         ):
-            if sequence.request.error is not None:
-                continue  # a sibling or the prompt failed in this step
+            if sequence.state is State.FINISHED:
+                continue  # it ended, or its request failed, after this step had begun
             if token == NO_TOKEN:
-                error = no_token_error(sequence.request, result.sample_logits[row])
+                error = no_token_error(sequence, flight.result.sample_logits[row])
                 self._fail(sequence.request, error)
                 continue
             self._generation_tokens += 1
             if self._completer.append(sequence, token, logprobs):
                 self.scheduler.finish(sequence)
+            elif sequence.state is State.RUNNING:
+                self.scheduler.publish(sequence)
 
     def _output(self, request: Request) -> RequestOutput:
         output = request_output(request)
@@ -235,6 +276,9 @@ class Engine:
         row = 0
         for sequence, first, count in result.prompt_rows:
             request = sequence.request
+            if request.id not in self._requests:
+                row += count
+                continue  # aborted after this step had begun
             assert request.prompt_logprobs is not None
             logits = result.prompt_logits[row : row + count]
             tokens = request.prompt_token_ids[first + 1 : first + 1 + count]

@@ -10,6 +10,7 @@ import os
 import random
 import resource
 import select
+import signal
 import subprocess
 import sys
 import threading
@@ -138,6 +139,7 @@ def main() -> None:
     compiler = new_compiler(pieces, hello["eos"])
     _say("ready")
     for line in sys.stdin:
+        signal.alarm(2 * SECONDS)  # ends the process even where nobody waits for it any more
         try:
             _walk(compile_text(compiler, *json.loads(line)), len(pieces))
         except (RuntimeError, ValueError, TypeError, MemoryError) as error:
@@ -146,6 +148,7 @@ def main() -> None:
             _say(cause(error))
         else:
             _say("ok")
+        signal.alarm(0)
 
 
 def _say(answer: str) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 import torch
 
 from vexpert.config import EngineConfig
+from vexpert.engine.boot import model_names
 from vexpert.errors import AdapterError
 from vexpert.lora.build_extras import SUPPORTED, extras_like
 from vexpert.lora.pack import packed_elements
@@ -48,7 +49,7 @@ def inspect_adapter(
             max_rank=config.max_lora_rank,
             lora_B_layout=lora_B_layout,
             supported=SUPPORTED,
-            model_name=outline.name,
+            model_names=model_names(outline.name),
         )
         nbytes = packed_bytes(weights, outline.targets, outline.dtype)
     except AdapterError as error:

@@ -4,6 +4,8 @@ from typing import NamedTuple
 
 import torch
 
+from vexpert.engine.host_copy import HostCopy
+
 SLAB_ROWS = 128  # rows whose [rows, V] log-softmax lives at once: 78 MB for V = 152k
 
 
@@ -20,23 +22,35 @@ def token_logprobs(
     logits: torch.Tensor, chosen: torch.Tensor, counts: list[int]
 ) -> list[TokenLogprobs]:
     """Report `counts[i]` likeliest tokens (-1: all) and `chosen` [n] of raw `logits` [n, V]."""
-    result: list[TokenLogprobs] = []
-    for start in range(0, len(counts), SLAB_ROWS):
-        stop = start + SLAB_ROWS
-        result += _slab(logits[start:stop], chosen[start:stop], counts[start:stop])
-    return result
+    return LogprobsCopy(logits, chosen, counts).wait()
 
 
-def _slab(logits: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> list[TokenLogprobs]:
-    vocab = logits.shape[1]
-    counts = [vocab if count < 0 else min(count, vocab) for count in counts]
-    logprobs = torch.log_softmax(logits.float(), -1)
-    own = logprobs.gather(1, chosen[:, None])
-    ranks = (logprobs > own).sum(-1) + 1
-    top = logprobs.topk(max(counts), dim=-1)
-    columns = (chosen, own[:, 0], ranks, top.indices, top.values)
-    rows = zip(*(column.tolist() for column in columns), counts, strict=True)
-    return [TokenLogprobs(_entries(*row)) for row in rows]
+class LogprobsCopy:
+    """What `token_logprobs` reports, on its way from the device."""
+
+    def __init__(self, logits: torch.Tensor, chosen: torch.Tensor, counts: list[int]) -> None:
+        vocab = logits.shape[1]
+        self._counts = [vocab if count < 0 else min(count, vocab) for count in counts]
+        slabs = range(0, len(counts), SLAB_ROWS)
+        self._slabs = [self._begin(logits, chosen, start) for start in slabs]
+
+    def _begin(self, logits: torch.Tensor, chosen: torch.Tensor, start: int) -> HostCopy:
+        rows = slice(start, start + SLAB_ROWS)
+        chosen = chosen[rows]
+        logprobs = torch.log_softmax(logits[rows].float(), -1)
+        own = logprobs.gather(1, chosen[:, None])
+        ranks = (logprobs > own).sum(-1) + 1
+        top = logprobs.topk(max(self._counts[rows]), dim=-1)
+        return HostCopy([chosen, own[:, 0], ranks, top.indices, top.values])
+
+    def wait(self) -> list[TokenLogprobs]:
+        """The report of each row."""
+        result: list[TokenLogprobs] = []
+        for slab in self._slabs:
+            counts = self._counts[len(result) : len(result) + SLAB_ROWS]
+            rows = zip(*(column.tolist() for column in slab.wait()), counts, strict=True)
+            result += [TokenLogprobs(_entries(*row)) for row in rows]
+        return result
 
 
 def _entries(

@@ -23,8 +23,13 @@ class CacheBudget:
     reason: str
 
 
-def decide_cache(config: EngineConfig, info: ModelInfo, max_model_len: int) -> CacheBudget:
-    """Blocks of the KV cache; ConfigError if one sequence of max_model_len tokens cannot fit."""
+def decide_cache(
+    config: EngineConfig, info: ModelInfo, max_model_len: int, reserved: int = 0
+) -> CacheBudget:
+    """Blocks of the KV cache; ConfigError if one sequence of max_model_len tokens cannot fit.
+
+    `reserved`: bytes of a GPU that something else will take later.
+    """
     block_bytes = max(1, config.block_size * info.cache_bytes_per_token)
     per_sequence = -(-max_model_len // config.block_size)
     most = config.max_num_seqs * per_sequence
@@ -33,7 +38,7 @@ def decide_cache(config: EngineConfig, info: ModelInfo, max_model_len: int) -> C
         if info.device.type == "cpu" and budget > (free := free_host_memory()):
             raise ConfigError(f"kv_cache_memory={budget}: {free} bytes are free; use less")
     elif info.device.type == "cuda":
-        budget = _cuda_budget(config, info.device)
+        budget = _cuda_budget(config, info.device) - reserved
         reason = f"gpu_memory_utilization={config.gpu_memory_utilization:g}"
     else:
         budget = int(CPU_SHARE * free_host_memory())

@@ -2,7 +2,7 @@
 
 from dataclasses import dataclass, field
 
-from vexpert.lora.types import TierUsage
+from vexpert.lora.info import TierUsage
 
 
 @dataclass(frozen=True)

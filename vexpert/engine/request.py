@@ -77,8 +77,14 @@ class Request:
         return any(s.state is State.RUNNING and s.num_computed < last for s in self.sequences)
 
 
+UNKNOWN = -1  # in `tokens`: a token that a step on the device is choosing
+
+
 class Sequence:
-    """One completion. `tokens` is the prompt and the output; the first `num_computed` have KV."""
+    """One completion. `tokens` is the prompt and the output; the first `num_computed` have KV.
+
+    A step that was begun counts as computed; the last token may be UNKNOWN until it has ended.
+    """
 
     def __init__(
         self,
@@ -95,6 +101,7 @@ class Sequence:
         self.detokenizer = detokenizer
         self.text = OutputText(request.params)
         self.tokens = list(request.prompt_token_ids)
+        self.num_known = len(self.tokens)  # those that are not UNKNOWN
         self.output_token_ids: list[int] = []
         self.logprobs: list[LogprobRow] = []
         self.cumulative_logprob = 0.0
@@ -102,6 +109,10 @@ class Sequence:
         self.finish_reason: str | None = None
         self.stop_reason: int | str | None = None
         self.num_computed = 0
+        self.num_published = 0  # full blocks that other sequences may share
+        self.publish_from = 0  # tokens computed when the next of them is full
+        self.source = -1  # row of the step under way that chooses the last token; -1: it is known
+        self.is_ending = False  # whether the token under way is the last, whatever it is
         self.blocks = BlockTable()
         self.slot = -1
         self.times_passed = 0  # newer requests that took a slot while this one was refused one
@@ -133,8 +144,23 @@ class Sequence:
             self._digests.append(chain_digest(parent, tokens))
         return self._digests[:num_blocks]
 
+    def expect(self, row: int, max_model_len: int) -> None:
+        """A step has begun that chooses the next token in its row `row`."""
+        self.tokens.append(UNKNOWN)
+        self.source = row
+        most = self.request.params.max_tokens
+        count = len(self.tokens) - len(self.request.prompt_token_ids)
+        self.is_ending = len(self.tokens) >= max_model_len or (most is not None and count >= most)
+
     def append(self, token: int) -> None:
-        """Add a sampled token to the tokens and to the sampler's memory."""
-        self.tokens.append(token)
+        """The next token, expected or not: it joins the tokens and the sampler's memory."""
+        place = self.num_known
+        self.num_known += 1
+        if place == len(self.tokens):
+            self.tokens.append(token)
+        else:
+            self.tokens[place] = token
+            if place == len(self.tokens) - 1:
+                self.source = -1
         self.output_token_ids.append(token)
         self.sampling.observe(token)

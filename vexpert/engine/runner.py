@@ -6,6 +6,8 @@ import numpy as np
 import torch
 
 from vexpert.engine.adapters import AdapterSource
+from vexpert.engine.decode_rows import block_tables
+from vexpert.engine.graphs import DecodeGraphs
 from vexpert.engine.request import Sequence
 from vexpert.engine.scheduler import Chunk
 from vexpert.engine.staging import Staging
@@ -31,30 +33,57 @@ class StepResult(NamedTuple):
 
 
 class Runner:
-    """Owns nothing but its staging buffer; the KV cache is the model's."""
+    """Owns nothing but its staging buffers; the KV cache is the model's.
 
-    def __init__(self, model: ServedModel, adapters: AdapterSource, block_size: int) -> None:
+    With `graphs`, steps of one token a sequence are replayed where they can be.
+    """
+
+    def __init__(
+        self,
+        model: ServedModel,
+        adapters: AdapterSource,
+        block_size: int,
+        graphs: DecodeGraphs | None = None,
+    ) -> None:
         self._model = model
         self._adapters = adapters
         self._block_size = block_size
         self._staging = Staging(model.info.device)
+        self._graphs = graphs
 
-    def run(self, chunks: list[Chunk]) -> StepResult:
-        """One forward pass over `chunks`; writes their KV."""
+    def run(self, chunks: list[Chunk], chosen: torch.Tensor | None = None) -> StepResult:
+        """One forward pass over `chunks`; writes their KV. Logits live until the next step.
+
+        `chosen` [m] int64, on the device: the tokens of the step before, for sequences whose last
+        token the host does not know yet.
+        """
         sampled = [c.sequence for c in chunks if c.start + c.size == len(c.sequence.tokens)]
         prompt_rows = [rows for chunk in chunks if (rows := _prompt_rows(chunk)).size > 0]
-        logits = self._model.forward(self._step_input(chunks, prompt_rows))
+        logits = None
+        if self._graphs is not None and not prompt_rows and _is_decode(chunks, sampled):
+            logits = self._graphs.run(chunks, chosen)
+        if logits is None:
+            logits = self._run_eagerly(chunks, prompt_rows, chosen)
         split = len(sampled)
         return StepResult(sampled, logits[:split], prompt_rows, logits[split:])
 
-    def _step_input(self, chunks: list[Chunk], prompt_rows: list[PromptRows]) -> StepInput:
+    def _run_eagerly(
+        self, chunks: list[Chunk], prompt_rows: list[PromptRows], chosen: torch.Tensor | None
+    ) -> torch.Tensor:
+        if self._graphs is not None:
+            self._graphs.forget_rows()
+        return self._model.forward(self._step_input(chunks, prompt_rows, chosen))
+
+    def _step_input(
+        self, chunks: list[Chunk], prompt_rows: list[PromptRows], chosen: torch.Tensor | None
+    ) -> StepInput:
         counts = np.array([chunk.size for chunk in chunks])
         starts = np.array([chunk.start for chunk in chunks])
         slots = np.array([chunk.sequence.slot for chunk in chunks])
         ends = np.cumsum(counts)
         of_token = np.repeat(np.arange(len(chunks)), counts)  # [T]: which chunk
         positions = np.arange(ends[-1]) + np.repeat(starts - ends + counts, counts)
-        tables = _block_tables(chunks)
+        tables = block_tables([chunk.sequence for chunk in chunks])
         blocks = tables[of_token, positions // self._block_size]
         cache_rows = blocks * self._block_size + positions % self._block_size
         logit_rows = _logit_rows(chunks, ends, prompt_rows)
@@ -62,9 +91,16 @@ class Runner:
         arrays = [_token_ids(chunks), positions, cache_rows, tables, logit_rows]
         arrays += [np.concatenate([[0], ends]), starts + counts]
         active = tuple(sorted({slot for slot in slots.tolist() if slot >= 0}))
+        sources = np.array([chunk.sequence.source for chunk in chunks])
+        unknown = sources >= 0
+        arrays += [(ends - 1)[unknown], sources[unknown]]
         if active:
             arrays += [token_slots, token_slots[logit_rows]]
         tensors = self._staging.to_device(arrays)
+        if unknown.any():
+            assert chosen is not None, "a token is unknown, but no step is under way"
+            tokens = chosen.index_select(0, tensors[8]).clamp(min=0)  # NO_TOKEN: it ends there
+            tensors[0].index_copy_(0, tensors[7], tokens)
         return StepInput(
             token_ids=tensors[0],
             positions=tensors[1],
@@ -75,11 +111,16 @@ class Runner:
             logit_rows=tensors[4],
             query_starts=tensors[5],
             kv_lens=tensors[6],
-            lora=self._view(tensors[7:], active),
+            lora=self._view(tensors[9:], active),
         )
 
     def _view(self, slots: list[torch.Tensor], active: tuple[int, ...]) -> BatchView | None:
         return self._adapters.batch_view(slots[0], slots[1], active) if active else None
+
+
+def _is_decode(chunks: list[Chunk], sampled: list[Sequence]) -> bool:
+    """Whether each chunk is one token, and the last of its sequence."""
+    return len(sampled) == len(chunks) and all(chunk.size == 1 for chunk in chunks)
 
 
 def _prompt_rows(chunk: Chunk) -> PromptRows:
@@ -99,19 +140,6 @@ def _token_ids(chunks: list[Chunk]) -> np.ndarray:
         else:
             token_ids += sequence.tokens[start : start + size]
     return np.array(token_ids, dtype=np.int64)
-
-
-def _block_tables(chunks: list[Chunk]) -> np.ndarray:
-    """[B, longest table] int64; unused places hold the sequence's own last block.
-
-    They are read under a mask, and what another sequence wrote may not even be finite.
-    """
-    widths = [len(chunk.sequence.blocks.ids) for chunk in chunks]
-    tables = np.zeros((len(chunks), max(widths)), dtype=np.int64)
-    for i, width in enumerate(widths):
-        tables[i, :width] = chunks[i].sequence.blocks.array[:width]
-        tables[i, width:] = tables[i, width - 1]
-    return tables
 
 
 def _logit_rows(chunks: list[Chunk], ends: np.ndarray, prompt_rows: list[PromptRows]) -> np.ndarray:

@@ -63,11 +63,7 @@ class SamplerState:
         self.is_greedy = params.is_greedy
         self.is_ranked = params.top_k > 0 or params.top_p < 1.0
         self._adjusts = self.has_penalties or bool(params.logit_bias) or matcher is not None
-
-    @property
-    def is_plain(self) -> bool:
-        """Whether the next token is the argmax of the raw logits and nothing is reported."""
-        return self.is_greedy and self.params.logprobs is None and not self.is_adjusted
+        self.may_adjust = self._adjusts or params.min_tokens > 0  # whether `is_adjusted` ever is
 
     @property
     def is_adjusted(self) -> bool:

@@ -82,15 +82,22 @@ class Scheduler:
         return chunks
 
     def commit(self, chunk: Chunk) -> None:
-        """The chunk's KV is written: advance the sequence and publish the blocks it filled."""
-        sequence, size = chunk.sequence, self.pool.block_size
-        filled = sequence.num_computed // size
-        sequence.num_computed += chunk.size
-        full = sequence.num_computed // size
-        if self.enable_prefix_caching and full > filled:
+        """The chunk's KV is written before that of any later step: advance, and publish."""
+        chunk.sequence.num_computed += chunk.size
+        self.publish(chunk.sequence)
+
+    def publish(self, sequence: Sequence) -> None:
+        """Let others share the full blocks of a running sequence whose tokens are all known."""
+        size = self.pool.block_size
+        if not self.enable_prefix_caching or sequence.num_computed < sequence.publish_from:
+            return
+        full = min(sequence.num_computed, sequence.num_known) // size
+        if full > sequence.num_published:
             digests = sequence.digests(full, size)
-            for index in range(filled, full):
+            for index in range(sequence.num_published, full):
                 self.pool.publish(sequence.blocks.ids[index], digests[index])
+            sequence.num_published = full
+            sequence.publish_from = (full + 1) * size
 
     def finish(self, sequence: Sequence) -> None:
         """End a sequence in any state and give back all it holds."""
@@ -103,6 +110,8 @@ class Scheduler:
     def _decodes(self) -> list[Chunk]:
         chunks = []
         for sequence in [s for s in self.running if len(s.tokens) - s.num_computed == 1]:
+            if sequence.is_ending:
+                continue
             if sequence.state is State.RUNNING and self._has_block_for_next(sequence):
                 chunks.append(Chunk(sequence, sequence.num_computed, 1))
         return chunks
@@ -195,6 +204,8 @@ class Scheduler:
         new = self._blocks_for(len(sequence.tokens)) - len(cached)
         sequence.blocks.extend(cached + [self.pool.allocate() for _ in range(new)])
         sequence.num_computed = len(cached) * self.pool.block_size
+        sequence.num_published = len(cached)
+        sequence.publish_from = (len(cached) + 1) * self.pool.block_size
         if not sequence.was_admitted:
             self._count_prefix(sequence)
         sequence.was_admitted = True

@@ -3,43 +3,68 @@
 import numpy as np
 import torch
 
+RING = 3  # pinned buffers in turn: a copy has long been made when its buffer's turn comes again
+
+
+class _Pinned:
+    """One pinned buffer of int64, and when the copy from it was made."""
+
+    def __init__(self) -> None:
+        self.tensor = torch.empty(0, dtype=torch.int64)
+        self._copied: torch.cuda.Event | None = None
+
+    def reserve(self, size: int, pin: bool) -> np.ndarray:
+        """Its first `size` elements, free to be written."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        if size > self.tensor.numel():
+            self.tensor = torch.empty(2 * size, dtype=torch.int64, pin_memory=pin)
+        array: np.ndarray = self.tensor.numpy()
+        return array[:size]
+
+    def mark_copied(self) -> None:
+        """The copy from it has been begun on the current stream."""
+        self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied.record()
+
 
 class Staging:
-    """Packs int64 arrays into one pinned buffer; on the CPU the arrays become tensors as they are.
+    """Brings int64 arrays to one device through pinned buffers.
 
-    The buffer is used again by the next call, which first waits for the copy of the last one.
+    On the CPU `to_device` makes tensors of the arrays as they are.
     """
 
     def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffer = torch.empty(0, dtype=torch.int64)
-        self._copied: torch.cuda.Event | None = None
+        self._ring = [_Pinned() for _ in range(RING)]
 
     def to_device(self, arrays: list[np.ndarray]) -> list[torch.Tensor]:
         """Tensors on the device with the shapes of `arrays`, all int64."""
         if self._device.type == "cpu":
             return [torch.from_numpy(array) for array in arrays]
         total = sum(array.size for array in arrays)
-        flat = self._reserve(total)
+        pinned, flat = self._next(total)
         at = 0
         for array in arrays:
             flat[at : at + array.size] = array.reshape(-1)
             at += array.size
-        on_device = self._buffer[:total].to(self._device, non_blocking=True)
-        self._mark_copied()
+        on_device = pinned.tensor[:total].to(self._device, non_blocking=True)
+        self._mark(pinned)
         parts = torch.split(on_device, [array.size for array in arrays])
         return [part.view(array.shape) for part, array in zip(parts, arrays, strict=True)]
 
-    def _reserve(self, size: int) -> np.ndarray:
-        if self._copied is not None:
-            self._copied.synchronize()
-        if size > self._buffer.numel():
-            pin = self._device.type == "cuda"
-            self._buffer = torch.empty(2 * size, dtype=torch.int64, pin_memory=pin)
-        array: np.ndarray = self._buffer.numpy()
-        return array
+    def fill(self, target: torch.Tensor, array: np.ndarray) -> None:
+        """Copy `array` [n] int64 to `target` [n] on the device, in place."""
+        pinned, flat = self._next(array.size)
+        flat[:] = array
+        target.copy_(pinned.tensor[: array.size], non_blocking=True)
+        self._mark(pinned)
 
-    def _mark_copied(self) -> None:
+    def _next(self, size: int) -> tuple[_Pinned, np.ndarray]:
+        pinned = self._ring.pop(0)
+        self._ring.append(pinned)
+        return pinned, pinned.reserve(size, self._device.type == "cuda")
+
+    def _mark(self, pinned: _Pinned) -> None:
         if self._device.type == "cuda":
-            self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
-            self._copied.record()
+            pinned.mark_copied()

@@ -41,3 +41,10 @@ def pdl_release(PDL: tl.constexpr):
 def pdl_options(pdl: bool) -> dict[str, bool]:
     """Launch options: PDL tells the kernel, launch_pdl the driver."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
+
+
+def can_use_pdl(device: torch.device) -> bool:
+    """Programmatic dependent launch: from compute capability 9.0 on."""
+    if device.type != "cuda" or triton.knobs.runtime.interpret:
+        return False
+    return torch.cuda.get_device_capability(device)[0] >= 9

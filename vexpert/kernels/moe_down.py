@@ -1,14 +1,14 @@
-"""down product, LoRA expand and routing weight: out[pair[p]] = weight[p] * (W inter[p] + ... ).
+"""down product, LoRA expand and routing weight: out[pair[p]] = scale[p] * (W inter[p] + ... ).
 
 At position p of expert e and slot s, q = pair[p]:
-  out[q] = topk_weights[q] * (W[e] inter[p] + bias[e] + B[s, e] (sum over planes j of h[j, p]))
+  out[q] = scale[p] * (W[e] inter[p] + bias[e] + B[s, e] (sum over planes j of h[j, p]))
 
 | array | shape | holds |
 |---|---|---|
 | inter | [P, I] | by position |
 | weight | [E, H, I] in any strides | |
-| h | [PLANES, P, max_rank] float32 | by position |
-| topk_weights | [T, K] or None | None: ones |
+| h | see `moe_shrink` | by position |
+| scale | [P] or None | by position; None: ones |
 | out | [P, H] | by pair; rows of sentinels unspecified |
 """
 
@@ -23,12 +23,15 @@ from vexpert.kernels.moe_gate_up import (
     TileShape,
     expand_options,
     expand_tensors,
+    factor_stride,
     weight_rows,
 )
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_tiles import (
+    find_b,
     items_of,
     load_b,
+    own_rows,
     read_tile,
     shrunk_of_items,
     shrunk_rows,
@@ -48,17 +51,18 @@ def _down_tile(
     weight,
     weight_rows,
     bias,
-    topk_weights,
+    scale_at,
     out,
     pair_at,
-    run_end,
-    tile_runs,
-    tile_num_runs,
+    run_first,
+    run_stop,
+    num_runs,
     h,
     arena,
     address,
     rank,
     num_pairs,
+    factor_stride,
     num_slots,
     depth,
     size,
@@ -69,7 +73,7 @@ def _down_tile(
     TOP_K: tl.constexpr,
     IDENTITY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
@@ -79,6 +83,7 @@ def _down_tile(
     EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    SLICE_WIDTH: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -100,24 +105,33 @@ def _down_tile(
     w_at += n.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
     line = (expert * size + block * BLOCK_N).to(tl.int32)
     total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    # What the end needs is asked for here: there it would be waited for.
+    pair = position
+    if not IDENTITY:
+        pair = tl.load(pair_at + position, mask=mine, other=0)
+    if HAS_SCALE:
+        scale = tl.load(scale_at + position, mask=mine, other=0.0).to(tl.float32)
     if HAS_LORA:
         dtype: tl.constexpr = arena.dtype.element_ty
         plane = num_pairs * max_rank
+        if BY_RUN:
+            runs = tl.load(num_runs + tile)
         if EARLY:
             pdl_wait(PDL)
         if BY_RUN and EARLY:
             rows = shrunk_rows(
-                h, rank, position, mine, plane, num_pairs, max_rank, 4, 0, BLOCK_R, dtype, PLANES
+                h, position, mine, plane, max_rank, 0, SLICE_WIDTH, 0, BLOCK_R, dtype, PLANES
             )
         if PREFETCH:
-            first0, stop0, exists0, r0 = items_of(
-                0, tile, start, end, run_end, tile_runs, tile_num_runs,
-                BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+            index0, item0, first0, stop0, exists0, r0 = items_of(
+                0, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
+            )
+            used0, b_at0 = find_b(
+                address, rank, index0, item0, exists0, expert, r0, factor_stride, num_slots,
+                4, 1, TOP_K, IDENTITY, BY_RUN, GROUP,
             )  # fmt: skip
-            used0, b_tile0 = load_b(
-                arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs,
-                num_slots, 4, 1, TOP_K, IDENTITY, ALIGNMENT,
-            )  # fmt: skip
+            if not BY_RUN:
+                b_tile0 = load_b(arena, b_at0, used0, r0, n, inside, size, ALIGNMENT)
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = inter_rows.load([start, first])
@@ -139,17 +153,18 @@ def _down_tile(
             pdl_wait(PDL)  # for the shrink; inter was complete before this kernel could start
         count = end - start
         if BY_RUN:
-            count = tl.load(tile_num_runs + tile)
+            count = runs
         for step in tl.static_range(RANK_STEPS):
             if BY_RUN and not EARLY:
                 rows = shrunk_rows(
-                    h, rank, position, mine, plane, num_pairs, max_rank, 4, step, BLOCK_R, dtype,
-                    PLANES,
-                )  # fmt: skip
+                    h, position, mine, plane, max_rank, 0, SLICE_WIDTH, step, BLOCK_R, dtype, PLANES
+                )
             if PREFETCH:
-                own = (position[:, None] >= first0[None, :]) & (position[:, None] < stop0[None, :])
+                own = own_rows(position, first0, stop0)
                 if BY_RUN:
-                    h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
+                    b_tile0 = load_b(arena, b_at0, used0, r0, n, inside, size, ALIGNMENT)
+                if BY_RUN:
+                    h_tile = spread_rows(rows, own & used0[None, :], GROUP, BLOCK_R)
                 else:
                     h_tile = shrunk_of_items(
                         h, address, rank, first0, own, used0, r0, plane, num_pairs, num_slots,
@@ -157,29 +172,26 @@ def _down_tile(
                     )  # fmt: skip
                 total = tl.dot(h_tile, b_tile0, total, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
-                first_at, stop, exists, r = items_of(
-                    item, tile, start, end, run_end, tile_runs, tile_num_runs,
-                    BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
-                )  # fmt: skip
+                index, its, first_at, stop, exists, r = items_of(
+                    item, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
+                )
                 r += step * BLOCK_R
-                own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
-                used, b_tile = load_b(
-                    arena, address, rank, first_at, exists, expert, r, n, inside, size, num_pairs,
-                    num_slots, 4, 1, TOP_K, IDENTITY, ALIGNMENT,
+                own = own_rows(position, first_at, stop)
+                used, b_at = find_b(
+                    address, rank, index, its, exists, expert, r, factor_stride, num_slots,
+                    4, 1, TOP_K, IDENTITY, BY_RUN, GROUP,
                 )  # fmt: skip
+                b_tile = load_b(arena, b_at, used, r, n, inside, size, ALIGNMENT)
                 if BY_RUN:
-                    h_tile = spread_rows(rows, own, GROUP, BLOCK_R)
+                    h_tile = spread_rows(rows, own & used[None, :], GROUP, BLOCK_R)
                 else:
                     h_tile = shrunk_of_items(
                         h, address, rank, first_at, own, used, r, plane, num_pairs, num_slots,
                         max_rank, 4, 1, TOP_K, IDENTITY, dtype, PLANES,
                     )  # fmt: skip
                 total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
-    pair = position
-    if not IDENTITY:
-        pair = tl.load(pair_at + position, mask=mine, other=0)
-    if HAS_WEIGHTS:
-        total *= tl.load(topk_weights + pair, mask=mine, other=0.0).to(tl.float32)[:, None]
+    if HAS_SCALE:
+        total *= scale[:, None]
     target = out + pair.to(tl.int64)[:, None] * size + n[None, :]
     tl.store(target, total.to(out.dtype.element_ty), mask=mine[:, None] & inside[None, :])
 
@@ -192,22 +204,23 @@ def _down_kernel(
     weight,
     weight_rows,
     bias,
-    topk_weights,
+    scale_at,
     out,
     topk_ids,
     pair_at,
-    run_end,
     tile_expert,
     tile_start,
     tile_end,
     num_tiles,
-    tile_runs,
-    tile_num_runs,
+    run_first,
+    run_stop,
+    num_runs,
     h,
     arena,
     address,
     rank,
     num_pairs,
+    factor_stride,
     num_slots,
     num_experts,
     depth,
@@ -219,7 +232,7 @@ def _down_kernel(
     TOP_K: tl.constexpr,
     IDENTITY: tl.constexpr,
     HAS_BIAS: tl.constexpr,
-    HAS_WEIGHTS: tl.constexpr,
+    HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
@@ -229,6 +242,7 @@ def _down_kernel(
     EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    SLICE_WIDTH: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     EVEN: tl.constexpr,
     TMA: tl.constexpr,
@@ -254,22 +268,20 @@ def _down_kernel(
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _down_tile(
             expert, tile, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias,
-            topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
-            rank, num_pairs, num_slots, depth, size, stride_we, stride_wn, stride_wk, max_rank,
-            TOP_K,
-            IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
-            TAIL_M, BLOCK_N, BLOCK_K, PDL,
+            scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
+            rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
+            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE, HAS_LORA, PLANES, BY_RUN, GROUP,
+            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
+            EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _down_tile(
             expert, tile, start, end, block, inter, inter_rows, weight, weight_rows, bias,
-            topk_weights, out, pair_at, run_end, tile_runs, tile_num_runs, h, arena, address,
-            rank, num_pairs, num_slots, depth, size, stride_we, stride_wn, stride_wk, max_rank,
-            TOP_K,
-            IDENTITY, HAS_BIAS, HAS_WEIGHTS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
-            BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+            scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
+            rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
+            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE, HAS_LORA, PLANES, BY_RUN, GROUP,
+            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
+            EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
 
@@ -277,7 +289,7 @@ def moe_down(
     inter: torch.Tensor,
     weight: torch.Tensor,
     bias: torch.Tensor | None,
-    topk_weights: torch.Tensor | None,
+    scale: torch.Tensor | None,
     order: PairOrder,
     shape: TileShape,
     lora: Expand | None = None,
@@ -301,27 +313,27 @@ def moe_down(
         weight,
         weight_rows(weight, shape) if shape.tma else weight,
         none if bias is None else bias,
-        none if topk_weights is None else topk_weights,
+        none if scale is None else scale,
         out,
         order.topk_ids,
         order.pair,
-        order.run_end,
         order.tile_expert,
         order.tile_start,
         order.tile_end,
         order.num_tiles,
         *expand_tensors(lora, order, none),
         pairs,
+        factor_stride(lora, pairs),
         0 if lora is None else lora.factors.num_slots,
         order.num_experts,
         depth,
         size,
         *weight.stride(),
-        0 if lora is None else lora.factors.max_rank,
+        0 if lora is None else lora.h.shape[2],
         TOP_K=order.top_k,
         IDENTITY=order.is_identity,
         HAS_BIAS=bias is not None,
-        HAS_WEIGHTS=topk_weights is not None,
+        HAS_SCALE=scale is not None,
         **expand_options(lora, size),
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
         TMA=shape.tma,

@@ -1,4 +1,6 @@
-"""Where the factors of each position lie: site tables looked up once, for all kernels of a layer.
+"""Where factors lie: site tables looked up once, for all kernels of a layer.
+
+Looked up by position, or by run and piece of a run (`moe_runs`); P is their number.
 
 | row of `address` [5, P] int64 | element of the arena |
 |---|---|
@@ -21,6 +23,8 @@ import torch
 import triton
 import triton.language as tl
 
+from vexpert.kernels.common import power_of_two
+
 
 @dataclass(frozen=True)
 class SiteFactors:
@@ -40,6 +44,16 @@ class SiteFactors:
     def num_slices(self) -> int:
         return (self.packed.shape[0] - 3) // 4
 
+    @property
+    def block_r(self) -> int:
+        """Ranks of one step of a dot with B."""
+        return power_of_two(self.slice_max_rank, 16, 64)
+
+    @property
+    def slice_width(self) -> int:
+        """Columns of a slice in the shrunk rows of runs: whole steps."""
+        return -(-self.slice_max_rank // self.block_r) * self.block_r
+
     def alignment_of(self, row: int) -> int:
         """What every row of `row` elements of a factor is aligned to, as loads may assume."""
         return gcd(self.alignment, row, 16)
@@ -49,7 +63,8 @@ class SiteFactors:
 class PairFactors:
     """Adapters of one step on one layer; a product that no adapter has is None.
 
-    `address` and `rank`: the arrays above, filled by the kernel that orders the pairs.
+    `address` and `rank`: the arrays above by position, filled by the kernel that orders the pairs;
+    or of no position, where runs are looked up instead.
     """
 
     slots: torch.Tensor  # [T], < 0: base
@@ -92,7 +107,7 @@ def store_site(
     SLICES: tl.constexpr,
     EXISTS: tl.constexpr,
 ):
-    """One site's rows of `address` and `rank`, at positions."""
+    """One site's rows of `address` and `rank`, at positions (or runs, or pieces)."""
     expert = expert.to(tl.int64)
     at = table + slot
     if EXISTS:

@@ -8,7 +8,7 @@ At position p of expert e and slot s, x = hidden[pair[p] / K]:
 |---|---|---|
 | hidden | [T, H], or [P, H] when SCALED | inputs of tokens, or of pairs |
 | weight | [E, n * I, H], any strides | gate at column_step * i, up at up_start + column_step * i |
-| h | [PLANES, P, max_rank] float32 | shrunk rows by position |
+| h | see `moe_shrink` | shrunk rows by position |
 | inter | [P, I] | by position |
 """
 
@@ -21,13 +21,15 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.activate import activate
 from vexpert.kernels.activations import Activation
-from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.moe_factors import SiteFactors
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import TileRuns
 from vexpert.kernels.moe_tiles import (
+    find_b,
     items_of,
     load_b,
+    own_rows,
     read_tile,
     shrunk_of_items,
     shrunk_rows,
@@ -44,7 +46,8 @@ class Expand:
     runs: TileRuns | None  # None: every row is an item
     group: int  # items of one dot
     item_stages: int = 1  # of the loop over groups
-    prefetch: bool = False  # the first group's B before the base product; ranks of one step only
+    # The first group's B, or of runs where it is, before the base product; ranks of one step only.
+    prefetch: bool = False
     early: bool = False  # shrunk rows too: the product then waits for the shrink; runs only
 
 
@@ -72,16 +75,29 @@ def weight_rows(weight: torch.Tensor, shape: TileShape) -> TensorDescriptor:
 def expand_tensors(
     lora: Expand | None, order: PairOrder, none: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """tile_runs, tile_num_runs, h, arena, address and rank, in the kernels' order."""
+    """run_first, run_stop, num_runs, h, arena, address and rank, in the kernels' order."""
     if lora is None:
-        return (none,) * 6
+        return (none,) * 7
     assert order.factors is not None
-    runs = lora.runs
-    lists = (none, none) if runs is None else (runs.tile_runs, runs.tile_num_runs)
+    arena, runs = lora.factors.arena, lora.runs
+    if runs is not None:
+        lists = runs.run_first, runs.run_stop, runs.num_runs
+        return *lists, lora.h, arena, runs.run_address, runs.run_rank
     found = order.factors.address, order.factors.rank
     if order.is_identity:
         found = order.factors.slots, lora.factors.packed
-    return *lists, lora.h, lora.factors.arena, *found
+    return none, none, none, lora.h, arena, *found
+
+
+def factor_stride(lora: Expand | None, pairs: int) -> int:
+    """Between rows of the arrays of `moe_factors`."""
+    return pairs if lora is None or lora.runs is None else lora.runs.run_first.shape[0]
+
+
+def _group(lora: Expand) -> int:
+    """Items of one dot: B's tile is bounded, as large a one as a plan says for 16 ranks."""
+    rows = 128 if lora.runs is None else min(128, 16 * lora.group)
+    return max(1, min(lora.group, rows // lora.factors.block_r))
 
 
 def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
@@ -89,20 +105,21 @@ def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
     if lora is None:
         off = dict.fromkeys(("HAS_LORA", "BY_RUN", "PREFETCH", "EARLY"), False)
         ones = dict.fromkeys(("PLANES", "GROUP", "ITEM_STAGES", "RANK_STEPS", "ALIGNMENT"), 1)
-        return {**off, **ones, "BLOCK_R": 16}
-    block_r = power_of_two(lora.factors.slice_max_rank, 16, 64)
+        return {**off, **ones, "BLOCK_R": 16, "SLICE_WIDTH": 16}
+    factors, block_r = lora.factors, lora.factors.block_r
+    one_step = factors.slice_max_rank <= block_r
     return {
         "HAS_LORA": True,
         "PLANES": lora.h.shape[0],
         "BY_RUN": lora.runs is not None,
-        # B's tile is bounded: tiles with runs are large, and little shared memory is left.
-        "GROUP": max(1, min(lora.group, (128 if lora.runs is None else 64) // block_r)),
+        "GROUP": _group(lora),
         "ITEM_STAGES": lora.item_stages,
-        "PREFETCH": lora.prefetch and lora.factors.slice_max_rank <= block_r,
-        "EARLY": lora.early and lora.factors.slice_max_rank <= block_r,
+        "PREFETCH": lora.prefetch and one_step,
+        "EARLY": lora.early and one_step,
         "BLOCK_R": block_r,
-        "RANK_STEPS": triton.cdiv(lora.factors.slice_max_rank, block_r),
-        "ALIGNMENT": lora.factors.alignment_of(size),
+        "RANK_STEPS": triton.cdiv(factors.slice_max_rank, block_r),
+        "SLICE_WIDTH": factors.slice_width,
+        "ALIGNMENT": factors.alignment_of(size),
     }
 
 
@@ -119,14 +136,15 @@ def _gate_up_tile(
     bias,
     inter,
     pair_at,
-    run_end,
-    tile_runs,
-    tile_num_runs,
+    run_first,
+    run_stop,
+    num_runs,
     h,
     arena,
     address,
     rank,
     num_pairs,
+    factor_stride,
     num_slots,
     depth,
     size,
@@ -151,6 +169,7 @@ def _gate_up_tile(
     EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    SLICE_WIDTH: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -186,31 +205,35 @@ def _gate_up_tile(
         dtype: tl.constexpr = arena.dtype.element_ty
         GATE_SLICES: tl.constexpr = 2 if GATED else 1
         plane = num_pairs * max_rank
+        if BY_RUN:
+            runs = tl.load(num_runs + tile)
         if EARLY:
             pdl_wait(PDL)
         if BY_RUN and EARLY:
             gate_rows = shrunk_rows(
-                h, rank, position, mine, plane, num_pairs, max_rank, 2, 0, BLOCK_R, dtype, PLANES
+                h, position, mine, plane, max_rank, 0, SLICE_WIDTH, 0, BLOCK_R, dtype, PLANES
             )
             if GATED:
                 up_rows = shrunk_rows(
-                    h, rank, position, mine, plane, num_pairs, max_rank, 3, 0, BLOCK_R, dtype,
-                    PLANES,
-                )  # fmt: skip
+                    h, position, mine, plane, max_rank, 1, SLICE_WIDTH, 0, BLOCK_R, dtype, PLANES
+                )
         if PREFETCH:
-            first0, stop0, exists0, r0 = items_of(
-                0, tile, start, end, run_end, tile_runs, tile_num_runs,
-                BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
+            index0, item0, first0, stop0, exists0, r0 = items_of(
+                0, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
+            )
+            gate_used0, b_at_gate0 = find_b(
+                address, rank, index0, item0, exists0, expert, r0, factor_stride, num_slots,
+                2, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
             )  # fmt: skip
-            gate_used0, b_gate0 = load_b(
-                arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs,
-                num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
-            )  # fmt: skip
+            if not BY_RUN:
+                b_gate0 = load_b(arena, b_at_gate0, gate_used0, r0, n, inside, size, ALIGNMENT)
             if GATED:
-                up_used0, b_up0 = load_b(
-                    arena, address, rank, first0, exists0, expert, r0, n, inside, size, num_pairs,
-                    num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                up_used0, b_at_up0 = find_b(
+                    address, rank, index0, item0, exists0, expert, r0, factor_stride,
+                    num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
                 )  # fmt: skip
+                if not BY_RUN:
+                    b_up0 = load_b(arena, b_at_up0, up_used0, r0, n, inside, size, ALIGNMENT)
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
@@ -245,22 +268,34 @@ def _gate_up_tile(
             pdl_wait(PDL)  # for the shrink; the order was complete before this kernel could start
         count = end - start
         if BY_RUN:
-            count = tl.load(tile_num_runs + tile)
+            count = runs
         for step in tl.static_range(RANK_STEPS):
             if BY_RUN and not EARLY:
                 gate_rows = shrunk_rows(
-                    h, rank, position, mine, plane, num_pairs, max_rank, 2, step, BLOCK_R, dtype,
-                    PLANES,
-                )  # fmt: skip
+                    h, position, mine, plane, max_rank, 0, SLICE_WIDTH, step, BLOCK_R, dtype, PLANES
+                )
                 if GATED:
                     up_rows = shrunk_rows(
-                        h, rank, position, mine, plane, num_pairs, max_rank, 3, step, BLOCK_R,
-                        dtype, PLANES,
-                    )  # fmt: skip
+                        h,
+                        position,
+                        mine,
+                        plane,
+                        max_rank,
+                        1,
+                        SLICE_WIDTH,
+                        step,
+                        BLOCK_R,
+                        dtype,
+                        PLANES,
+                    )
             if PREFETCH:
-                own = (position[:, None] >= first0[None, :]) & (position[:, None] < stop0[None, :])
+                own = own_rows(position, first0, stop0)
                 if BY_RUN:
-                    h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
+                    b_gate0 = load_b(arena, b_at_gate0, gate_used0, r0, n, inside, size, ALIGNMENT)
+                    if GATED:
+                        b_up0 = load_b(arena, b_at_up0, up_used0, r0, n, inside, size, ALIGNMENT)
+                if BY_RUN:
+                    h_gate = spread_rows(gate_rows, own & gate_used0[None, :], GROUP, BLOCK_R)
                 else:
                     h_gate = shrunk_of_items(
                         h, address, rank, first0, own, gate_used0, r0, plane, num_pairs, num_slots,
@@ -269,7 +304,7 @@ def _gate_up_tile(
                 gate = tl.dot(h_gate, b_gate0, gate, input_precision=PRECISION)
                 if GATED:
                     if BY_RUN:
-                        h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
+                        h_up = spread_rows(up_rows, own & up_used0[None, :], GROUP, BLOCK_R)
                     else:
                         h_up = shrunk_of_items(
                             h, address, rank, first0, own, up_used0, r0, plane, num_pairs,
@@ -277,23 +312,24 @@ def _gate_up_tile(
                         )  # fmt: skip
                     up = tl.dot(h_up, b_up0, up, input_precision=PRECISION)
             for item in tl.range(GROUP if PREFETCH else 0, count, GROUP, num_stages=ITEM_STAGES):
-                first_at, stop, exists, r = items_of(
-                    item, tile, start, end, run_end, tile_runs, tile_num_runs,
-                    BY_RUN, RUN_STRIDE, GROUP, BLOCK_R,
-                )  # fmt: skip
+                index, its, first_at, stop, exists, r = items_of(
+                    item, tile, start, end, run_first, run_stop, BY_RUN, RUN_STRIDE, GROUP, BLOCK_R
+                )
                 r += step * BLOCK_R
-                own = (position[:, None] >= first_at[None, :]) & (position[:, None] < stop[None, :])
-                gate_used, b_gate = load_b(
-                    arena, address, rank, first_at, exists, expert, r, n, inside, size, num_pairs,
-                    num_slots, 2, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                own = own_rows(position, first_at, stop)
+                gate_used, b_at_gate = find_b(
+                    address, rank, index, its, exists, expert, r, factor_stride, num_slots,
+                    2, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
                 )  # fmt: skip
+                b_gate = load_b(arena, b_at_gate, gate_used, r, n, inside, size, ALIGNMENT)
                 if GATED:
-                    up_used, b_up = load_b(
-                        arena, address, rank, first_at, exists, expert, r, n, inside, size,
-                        num_pairs, num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, ALIGNMENT,
+                    up_used, b_at_up = find_b(
+                        address, rank, index, its, exists, expert, r, factor_stride,
+                        num_slots, 3, GATE_SLICES, TOP_K, IDENTITY, BY_RUN, GROUP,
                     )  # fmt: skip
+                    b_up = load_b(arena, b_at_up, up_used, r, n, inside, size, ALIGNMENT)
                 if BY_RUN:
-                    h_gate = spread_rows(gate_rows, own, GROUP, BLOCK_R)
+                    h_gate = spread_rows(gate_rows, own & gate_used[None, :], GROUP, BLOCK_R)
                 else:
                     h_gate = shrunk_of_items(
                         h, address, rank, first_at, own, gate_used, r, plane, num_pairs, num_slots,
@@ -302,7 +338,7 @@ def _gate_up_tile(
                 gate = tl.dot(h_gate, b_gate, gate, input_precision=PRECISION)
                 if GATED:
                     if BY_RUN:
-                        h_up = spread_rows(up_rows, own, GROUP, BLOCK_R)
+                        h_up = spread_rows(up_rows, own & up_used[None, :], GROUP, BLOCK_R)
                     else:
                         h_up = shrunk_of_items(
                             h, address, rank, first_at, own, up_used, r, plane, num_pairs,
@@ -323,18 +359,19 @@ def _gate_up_kernel(
     inter,
     topk_ids,
     pair_at,
-    run_end,
     tile_expert,
     tile_start,
     tile_end,
     num_tiles,
-    tile_runs,
-    tile_num_runs,
+    run_first,
+    run_stop,
+    num_runs,
     h,
     arena,
     address,
     rank,
     num_pairs,
+    factor_stride,
     num_slots,
     num_experts,
     depth,
@@ -360,6 +397,7 @@ def _gate_up_kernel(
     EARLY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr,
+    SLICE_WIDTH: tl.constexpr,
     ALIGNMENT: tl.constexpr,
     ACTIVATION: tl.constexpr,
     ALPHA: tl.constexpr,
@@ -388,22 +426,22 @@ def _gate_up_kernel(
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, num_slots,
-            depth, size,
+            run_first, run_stop, num_runs, h, arena, address, rank, num_pairs, factor_stride,
+            num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
             SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
-            PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
+            ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_end, tile_runs, tile_num_runs, h, arena, address, rank, num_pairs, num_slots,
-            depth, size,
+            run_first, run_stop, num_runs, h, arena, address, rank, num_pairs, factor_stride,
+            num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
             SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, ALIGNMENT, ACTIVATION, ALPHA, LIMIT, EVEN, TMA,
-            PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
+            ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
 
@@ -437,13 +475,13 @@ def moe_gate_up(
         inter,
         order.topk_ids,
         order.pair,
-        order.run_end,
         order.tile_expert,
         order.tile_start,
         order.tile_end,
         order.num_tiles,
         *expand_tensors(lora, order, none),
         pairs,
+        factor_stride(lora, pairs),
         0 if lora is None else lora.factors.num_slots,
         order.num_experts,
         depth,
@@ -452,7 +490,7 @@ def moe_gate_up(
         *weight.stride(),
         up_start,
         step,
-        0 if lora is None else lora.factors.max_rank,
+        0 if lora is None else lora.h.shape[2],
         TOP_K=order.top_k,
         SCALED=scaled,
         IDENTITY=order.is_identity,

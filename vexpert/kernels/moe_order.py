@@ -7,12 +7,15 @@ the same way, so one launch needs no sort: P^2 comparisons, 1 us of one GPU's la
 |---|---|---|
 | topk_ids | [T, K] int | expert of pair t * K + k; < 0 or >= E: a sentinel, ordered last |
 | slots | [T] int or None | adapter slot of each token; < 0: base |
-| address, rank | | see `moe_factors`; filled when there are slots |
+| topk_weights | [T, K] or None | routing weight of each pair |
+| address, rank | | see `moe_factors`; filled by position on demand |
 | pair | [P] int32 | the pair at each position |
+| scale | [P] or None | its routing weight |
 | expert, slot | [P] int32 | its expert (E: sentinel) and slot (-1: base) |
-| run_start, run_end | [P] int32 | the run of equal (expert, slot) that this position is in |
+| run_start, run_end | [P] int32 | the run of equal (expert, slot) of this position; or None |
 | tile_expert, tile_start, tile_end | [max_tiles] int32 | positions of at most BLOCK_M pairs |
 | num_tiles | [1] int32 | tiles that exist; sentinels are in none |
+| num_pieces | [1] int32 | 0, where `moe_runs` counts |
 """
 
 from dataclasses import dataclass
@@ -39,12 +42,14 @@ class PairOrder:
     pair: torch.Tensor
     expert: torch.Tensor
     slot: torch.Tensor
-    run_start: torch.Tensor
-    run_end: torch.Tensor
+    run_start: torch.Tensor | None
+    run_end: torch.Tensor | None
     tile_expert: torch.Tensor
     tile_start: torch.Tensor
     tile_end: torch.Tensor
     num_tiles: torch.Tensor
+    num_pieces: torch.Tensor
+    scale: torch.Tensor | None
     block_m: int
     num_experts: int
     is_identity: bool
@@ -81,6 +86,8 @@ def keys_of(
 def _order_kernel(
     topk_ids,
     slots,
+    topk_weights,
+    scale_at,
     pair_at,
     expert_at,
     slot_at,
@@ -90,6 +97,7 @@ def _order_kernel(
     tile_start,
     tile_end,
     num_tiles,
+    num_pieces,
     num_pairs,
     num_experts,
     num_slots,
@@ -99,6 +107,8 @@ def _order_kernel(
     down_table,
     TOP_K: tl.constexpr,
     HAS_SLOTS: tl.constexpr,
+    HAS_WEIGHTS: tl.constexpr,
+    LOOK_UP: tl.constexpr,
     GATE_SLICES: tl.constexpr,
     HAS_UP: tl.constexpr,
     HAS_DOWN: tl.constexpr,
@@ -145,11 +155,14 @@ def _order_kernel(
     first_tile = tl.sum(tl.where(lower, tiles[None, :], 0), 1)
     position = before + equal_before
     tl.store(pair_at + position, mine, mask=inside)
+    if HAS_WEIGHTS:
+        scale = tl.load(topk_weights + mine, mask=inside, other=0.0)
+        tl.store(scale_at + position, scale, mask=inside)
     tl.store(expert_at + position, expert, mask=inside)
     tl.store(slot_at + position, slot, mask=inside)
     tl.store(run_start + position, before, mask=inside)
     tl.store(run_end + position, up_to, mask=inside)
-    if HAS_SLOTS:
+    if LOOK_UP:
         active = inside & (slot >= 0) & (expert < num_experts)
         store_site(
             position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
@@ -167,18 +180,22 @@ def _order_kernel(
     tl.store(tile_end + tile, tl.minimum(position + BLOCK_M, expert_stop), mask=opens)
     if tl.program_id(0) == 0:
         tl.store(num_tiles, tl.sum(tiles, 0))
+        tl.store(num_pieces, 0)
 
 
 def make_order(
     topk_ids: torch.Tensor,
     factors: PairFactors | None,
-    arrays: tuple[torch.Tensor, ...],
+    arrays: tuple[torch.Tensor | None, ...],
     block_m: int,
     num_experts: int,
+    scale: torch.Tensor | None = None,
     is_identity: bool = False,
 ) -> PairOrder:
-    """`arrays`: pair ... num_tiles, in the order of the table above."""
-    pair, expert, slot, run_start, run_end, tile_expert, tile_start, tile_end, num_tiles = arrays
+    """`arrays`: pair ... num_pieces, in the order of the table above; only runs may be None."""
+    pair, expert, slot, run_start, run_end, *rest = arrays
+    tile_expert, tile_start, tile_end, num_tiles, num_pieces = present(rest)
+    pair, expert, slot = present([pair, expert, slot])
     return PairOrder(
         topk_ids=topk_ids,
         factors=factors,
@@ -191,10 +208,28 @@ def make_order(
         tile_start=tile_start,
         tile_end=tile_end,
         num_tiles=num_tiles,
+        num_pieces=num_pieces,
+        scale=scale,
         block_m=block_m,
         num_experts=num_experts,
         is_identity=is_identity,
     )
+
+
+def weight_arguments(
+    topk_weights: torch.Tensor | None, scale: torch.Tensor | None, none: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """topk_weights and scale, as kernels take them."""
+    if topk_weights is None or scale is None:
+        return none, none
+    return topk_weights, scale
+
+
+def present(tensors: list[torch.Tensor | None]) -> list[torch.Tensor]:
+    """The same, none of them None."""
+    found = [tensor for tensor in tensors if tensor is not None]
+    assert len(found) == len(tensors), tensors
+    return found
 
 
 def identity_order(
@@ -202,12 +237,14 @@ def identity_order(
     factors: PairFactors | None,
     num_experts: int,
     block_m: int,
+    topk_weights: torch.Tensor | None = None,
 ) -> PairOrder:
     """Pair p at position p, each pair a tile; no launch. For a handful of pairs.
 
     Kernels then read the site tables themselves; the arrays of `factors` stay empty.
     """
-    return make_order(topk_ids, factors, (topk_ids,) * 9, block_m, num_experts, is_identity=True)
+    arrays = (topk_ids,) * 10
+    return make_order(topk_ids, factors, arrays, block_m, num_experts, topk_weights, True)
 
 
 def order_pairs(
@@ -216,8 +253,13 @@ def order_pairs(
     num_experts: int,
     block_m: int,
     pdl: bool = False,
+    look_up: bool = True,
+    topk_weights: torch.Tensor | None = None,
 ) -> PairOrder:
-    """The arrays of the table above for topk_ids [T, K], contiguous; `factors` are filled."""
+    """The arrays of the table above for topk_ids and topk_weights [T, K], contiguous.
+
+    look_up: fill the arrays of `factors`.
+    """
     assert topk_ids.is_contiguous(), topk_ids.stride()
     tokens, top_k = topk_ids.shape
     pairs = tokens * top_k
@@ -226,20 +268,25 @@ def order_pairs(
     max_tiles = min(pairs, pairs // block_m + min(pairs, num_experts))
     at = torch.empty(5, pairs, dtype=torch.int32, device=topk_ids.device)
     tile = torch.empty(3, max_tiles, dtype=torch.int32, device=topk_ids.device)
-    num_tiles = torch.empty(1, dtype=torch.int32, device=topk_ids.device)
+    num_tiles, num_pieces = torch.empty(2, 1, dtype=torch.int32, device=topk_ids.device)
+    scale = None if topk_weights is None else torch.empty_like(topk_weights).view(-1)
     rows = 16 if pairs <= 1024 else 32
     _order_kernel[(triton.cdiv(pairs, rows),)](
         topk_ids,
         topk_ids if factors is None else factors.slots,
+        *weight_arguments(topk_weights, scale, topk_ids),
         *at,
         *tile,
         num_tiles,
+        num_pieces,
         pairs,
         num_experts,
         num_slots,
         *factor_arguments(factors, topk_ids),
         TOP_K=top_k,
         HAS_SLOTS=factors is not None,
+        HAS_WEIGHTS=scale is not None,
+        LOOK_UP=factors is not None and look_up,
         **factor_options(factors),
         BLOCK_M=block_m,
         ROWS=rows,
@@ -249,8 +296,8 @@ def order_pairs(
         num_warps=4,
         **pdl_options(pdl),
     )
-    arrays = (*at, *tile, num_tiles)
-    return make_order(topk_ids, factors, arrays, block_m, num_experts)
+    arrays = (*at, *tile, num_tiles, num_pieces)
+    return make_order(topk_ids, factors, arrays, block_m, num_experts, scale)
 
 
 def reference_order(

@@ -1,13 +1,16 @@
-"""The same arrays as `moe_order` for many pairs, by counting: P * (CHUNK + pairs of one expert).
+"""The same arrays as `moe_order` for many pairs, by counting: P * CHUNK and, with slots, T * T.
 
+0. rank, with slots only: the tokens by slot. What follows keeps the order of tokens.
 1. count: pairs of each expert in each chunk.
 2. place: position by expert = pairs of lower experts + of this one in earlier chunks + in this one.
-3. refine, with slots only: within an expert's positions, order by slot and find the runs.
+
+Runs and factors are looked up by tile, in `moe_runs`.
 
 | array | shape | holds |
 |---|---|---|
+| token_at | [T] int32 | tokens by slot |
 | count | [chunks, BINS] int32 | pairs of expert b in chunk c; bin E: sentinels |
-| low, high | [P] int32 | the positions of this position's expert |
+| pair_by_slot, expert_by_slot | [P] int32 | the pairs of those tokens, and their experts |
 """
 
 import torch
@@ -15,29 +18,60 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
-from vexpert.kernels.moe_factors import PairFactors, factor_arguments, factor_options, store_site
-from vexpert.kernels.moe_order import PairOrder, keys_of, make_order
+from vexpert.kernels.moe_factors import PairFactors
+from vexpert.kernels.moe_order import PairOrder, keys_of, make_order, weight_arguments
+
+
+@triton.jit
+def _rank_kernel(
+    slots, token_at, num_tokens, ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
+):
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = mine < num_tokens
+    slot = tl.maximum(tl.load(slots + mine, mask=inside, other=0).to(tl.int32), -1)
+    # Counts stay spread over threads until the loop is over: a sum is a trip through shared memory.
+    before = tl.zeros((ROWS, CHUNK), dtype=tl.int32)
+    for first in range(0, num_tokens, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        there = other < num_tokens
+        its = tl.maximum(tl.load(slots + other, mask=there, other=0).to(tl.int32), -1)
+        its = tl.where(there, its, 1 << 30)
+        less = its[None, :] < slot[:, None]
+        equal = its[None, :] == slot[:, None]
+        before += (less | (equal & (other[None, :] < mine[:, None]))).to(tl.int32)
+    tl.store(token_at + tl.sum(before, 1), mine, mask=inside)
 
 
 @triton.jit
 def _count_kernel(
-    topk_ids, count, num_pairs, num_experts,
-    TOP_K: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr, PDL: tl.constexpr,
+    topk_ids, token_at, count, pair_by_slot, expert_by_slot, num_pairs, num_experts,
+    TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
-    mine = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
-    expert, _ = keys_of(topk_ids, topk_ids, mine, mine < num_pairs, num_experts, TOP_K, False)
+    index = tl.program_id(0) * CHUNK + tl.arange(0, CHUNK)
+    inside = index < num_pairs
+    pair = index
+    if HAS_SLOTS:
+        pair = tl.load(token_at + index // TOP_K, mask=inside, other=0) * TOP_K + index % TOP_K
+    expert, _ = keys_of(topk_ids, topk_ids, pair, inside, num_experts, TOP_K, False)
+    tl.store(pair_by_slot + index, pair, mask=inside)
+    tl.store(expert_by_slot + index, expert, mask=inside)
     bins = tl.histogram(expert, BINS)
     tl.store(count + tl.program_id(0) * BINS + tl.arange(0, BINS), bins)
 
 
 @triton.jit
 def _place_kernel(
-    topk_ids, slots, count, pair_at, expert_at, slot_at, low, high,
-    tile_expert, tile_start, tile_end, num_tiles, num_pairs, num_experts, chunks,
-    TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
-    BINS: tl.constexpr, ROWS: tl.constexpr, PDL: tl.constexpr,
+    slots, topk_weights, scale_at, pair_by_slot, expert_by_slot, count,
+    pair_at, expert_at, slot_at,
+    tile_expert, tile_start, tile_end, num_tiles, num_pieces, num_pairs, num_experts, chunks,
+    TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
+    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
@@ -56,23 +90,28 @@ def _place_kernel(
     tiles = tl.where(bins < num_experts, (total + BLOCK_M - 1) // BLOCK_M, 0)
     start = tl.cumsum(total, 0) - total
     first_tile = tl.cumsum(tiles, 0) - tiles
-    mine = chunk * CHUNK + tl.arange(0, CHUNK)
-    inside = mine < num_pairs
-    expert, slot = keys_of(topk_ids, slots, mine, inside, num_experts, TOP_K, HAS_SLOTS)
-    # The same pairs once more, as columns.
-    other = chunk * CHUNK + tl.arange(0, CHUNK)
-    its_expert, _ = keys_of(topk_ids, slots, other, other < num_pairs, num_experts, TOP_K, False)
-    same = (its_expert[None, :] == expert[:, None]) & (other[None, :] < mine[:, None])
-    within = tl.gather(earlier, expert, 0) + tl.sum(same.to(tl.int32), 1)
+    index = chunk * CHUNK + tl.arange(0, CHUNK)
+    inside = index < num_pairs
+    pair = tl.load(pair_by_slot + index, mask=inside, other=0)
+    expert = tl.load(expert_by_slot + index, mask=inside, other=num_experts + 1)
+    # The same experts once more, as columns, a few at a time: registers are short.
+    same = tl.zeros((CHUNK, COLUMNS), dtype=tl.int32)
+    for first in range(chunk * CHUNK, chunk * CHUNK + CHUNK, COLUMNS):
+        other = first + tl.arange(0, COLUMNS)
+        its = tl.load(expert_by_slot + other, mask=other < num_pairs, other=num_experts + 1)
+        same += ((its[None, :] == expert[:, None]) & (other[None, :] < index[:, None])).to(tl.int32)
+    within = tl.gather(earlier, expert, 0) + tl.sum(same, 1)
     left = tl.gather(start, expert, 0)
     right = left + tl.gather(total, expert, 0)
     position = left + within
-    tl.store(pair_at + position, mine, mask=inside)
+    tl.store(pair_at + position, pair, mask=inside)
     tl.store(expert_at + position, expert, mask=inside)
+    if HAS_WEIGHTS:
+        scale = tl.load(topk_weights + pair, mask=inside, other=0.0)
+        tl.store(scale_at + position, scale, mask=inside)
     if HAS_SLOTS:
-        tl.store(slot_at + position, slot, mask=inside)
-        tl.store(low + position, left, mask=inside)
-        tl.store(high + position, right, mask=inside)
+        slot = tl.load(slots + pair // TOP_K, mask=inside, other=-1).to(tl.int32)
+        tl.store(slot_at + position, tl.maximum(slot, -1), mask=inside)
     opens = inside & (expert < num_experts) & (within % BLOCK_M == 0)
     tile = tl.gather(first_tile, expert, 0) + within // BLOCK_M
     tl.store(tile_expert + tile, expert, mask=opens)
@@ -80,53 +119,7 @@ def _place_kernel(
     tl.store(tile_end + tile, tl.minimum(position + BLOCK_M, right), mask=opens)
     if chunk == 0:
         tl.store(num_tiles, tl.sum(tiles, 0))
-
-
-@triton.jit
-def _refine_kernel(
-    pair_by_expert, expert_by_expert, slot_by_expert, low, high, pair_at, slot_at, run_start,
-    run_end, num_pairs, num_experts, num_slots, address, rank_at,
-    up_table, down_table,
-    GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
-    ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    pdl_wait(PDL)
-    pdl_release(PDL)
-    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = mine < num_pairs
-    slot = tl.load(slot_by_expert + mine, mask=inside, other=0)
-    left = tl.load(low + mine, mask=inside, other=num_pairs)
-    right = tl.load(high + mine, mask=inside, other=0)
-    pair = tl.load(pair_by_expert + mine, mask=inside, other=0)
-    expert = tl.load(expert_by_expert + mine, mask=inside, other=num_experts)
-    # Counts stay spread over threads until the loop is over: a sum is a trip through shared memory.
-    before = tl.zeros((ROWS, CHUNK), dtype=tl.int32)
-    equal_before = tl.zeros((ROWS, CHUNK), dtype=tl.int32)
-    after = tl.zeros((ROWS, CHUNK), dtype=tl.int32)
-    for first in range(tl.min(left, 0), tl.max(right, 0), CHUNK):
-        other = first + tl.arange(0, CHUNK)
-        its_slot = tl.load(slot_by_expert + other, mask=other < num_pairs, other=0)
-        here = (other[None, :] >= left[:, None]) & (other[None, :] < right[:, None])
-        earlier = other[None, :] < mine[:, None]
-        equal = here & (its_slot[None, :] == slot[:, None])
-        before += (here & (its_slot[None, :] < slot[:, None])).to(tl.int32)
-        equal_before += (equal & earlier).to(tl.int32)
-        after += (equal & (other[None, :] >= mine[:, None])).to(tl.int32)
-    start = left + tl.sum(before, 1)
-    position = start + tl.sum(equal_before, 1)
-    tl.store(pair_at + position, pair, mask=inside)
-    tl.store(slot_at + position, slot, mask=inside)
-    tl.store(run_start + position, start, mask=inside)
-    tl.store(run_end + position, position + tl.sum(after, 1), mask=inside)
-    active = inside & (slot >= 0) & (expert < num_experts)
-    store_site(
-        position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-        up_table, 0, 2, GATE_SLICES, HAS_UP,
-    )  # fmt: skip
-    store_site(
-        position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-        down_table, 1, 4, 1, HAS_DOWN,
-    )  # fmt: skip
+        tl.store(num_pieces, 0)
 
 
 def order_many_pairs(
@@ -136,34 +129,38 @@ def order_many_pairs(
     block_m: int,
     pdl: bool = False,
     chunk: int = 256,
+    topk_weights: torch.Tensor | None = None,
 ) -> PairOrder:
-    """What `order_pairs` gives, for any number of pairs."""
+    """What `order_pairs` gives, for any number of pairs; without runs and look-up."""
     assert topk_ids.is_contiguous(), topk_ids.stride()
     tokens, top_k = topk_ids.shape
     pairs, device = tokens * top_k, topk_ids.device
     chunks, bins = triton.cdiv(pairs, chunk), power_of_two(num_experts + 2, 16, 4096)
     max_tiles = min(pairs, pairs // block_m + min(pairs, num_experts))
     count = torch.empty(chunks, bins, dtype=torch.int32, device=device)
-    at = torch.empty(9, pairs, dtype=torch.int32, device=device)
+    pair, expert, slot = torch.empty(3, pairs, dtype=torch.int32, device=device)
+    by_slot = torch.empty(2, pairs, dtype=torch.int32, device=device)
     tile = torch.empty(3, max_tiles, dtype=torch.int32, device=device)
-    num_tiles = torch.empty(1, dtype=torch.int32, device=device)
-    pair, expert, slot, low, high, ordered, ordered_slot, run_start, run_end = at
+    num_tiles, num_pieces = torch.empty(2, 1, dtype=torch.int32, device=device)
+    scale = None if topk_weights is None else torch.empty_like(topk_weights).view(-1)
     options = pdl_options(pdl)
-    _count_kernel[(chunks,)](
-        topk_ids, count, pairs, num_experts, TOP_K=top_k, CHUNK=chunk, BINS=bins, **options
-    )
-    slots = topk_ids if factors is None else factors.slots
-    _place_kernel[(chunks,)](
-        topk_ids, slots, count, pair, expert, slot, low, high, *tile, num_tiles, pairs,
-        num_experts, chunks, TOP_K=top_k, HAS_SLOTS=factors is not None, BLOCK_M=block_m,
-        CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64), num_warps=8, **options,
-    )  # fmt: skip
+    slots = token_at = topk_ids
     if factors is not None:
-        _refine_kernel[(triton.cdiv(pairs, 32),)](
-            pair, expert, slot, low, high, ordered, ordered_slot, run_start, run_end, pairs,
-            num_experts, factors.num_slots, *factor_arguments(factors, topk_ids),
-            **factor_options(factors), ROWS=32, CHUNK=64, **options,
+        slots, token_at = factors.slots, torch.empty(tokens, dtype=torch.int32, device=device)
+        _rank_kernel[(triton.cdiv(tokens, 8),)](
+            slots, token_at, tokens, ROWS=8, CHUNK=power_of_two(tokens, 16, 1024), num_warps=8,
+            **options,
         )  # fmt: skip
-        pair, slot = ordered, ordered_slot
-    arrays = (pair, expert, slot, run_start, run_end, *tile, num_tiles)
-    return make_order(topk_ids, factors, arrays, block_m, num_experts)
+    _count_kernel[(chunks,)](
+        topk_ids, token_at, count, *by_slot, pairs, num_experts, TOP_K=top_k,
+        HAS_SLOTS=factors is not None, CHUNK=chunk, BINS=bins, **options,
+    )  # fmt: skip
+    _place_kernel[(chunks,)](
+        slots, *weight_arguments(topk_weights, scale, topk_ids), *by_slot, count,
+        pair, expert, slot, *tile, num_tiles, num_pieces, pairs, num_experts, chunks,
+        TOP_K=top_k, HAS_SLOTS=factors is not None, HAS_WEIGHTS=scale is not None,
+        BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64),
+        COLUMNS=min(chunk, 32), num_warps=8, **options,
+    )  # fmt: skip
+    arrays = (pair, expert, slot, None, None, *tile, num_tiles, num_pieces)
+    return make_order(topk_ids, factors, arrays, block_m, num_experts, scale)

@@ -1,9 +1,17 @@
-"""The runs of each tile: positions in it where (expert, slot) changes, base runs left out.
+"""The runs of each tile, where (expert, slot) changes, base runs left out; and where factors lie.
+
+A tile's LoRA takes its runs one group after another; a shrink takes the *pieces* of runs, of at
+most PIECE positions, from one list over all tiles. Its order differs from launch to launch; what is
+computed does not depend on it.
 
 | array | shape | holds |
 |---|---|---|
-| tile_runs | [max_tiles, BLOCK_M] int32 | first position of each run within the tile |
-| tile_num_runs | [max_tiles] int32 | how many there are |
+| num_runs | [max_tiles] int32 | runs of each tile |
+| run_first, run_stop | [max_tiles, BLOCK_M] int32 | their positions, cut at the tile's end |
+| run_address, run_rank | [.., max_tiles * BLOCK_M] | `moe_factors`; rank 0 beyond the last run |
+| num_pieces | [1] int32 | pieces that exist |
+| piece_first, piece_stop | [max_pieces] int32 | their positions |
+| piece_address, piece_rank | [.., max_pieces] | `moe_factors` |
 """
 
 from dataclasses import dataclass
@@ -13,6 +21,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_site
 from vexpert.kernels.moe_order import PairOrder
 
 
@@ -20,54 +29,111 @@ from vexpert.kernels.moe_order import PairOrder
 class TileRuns:
     """The arrays above."""
 
-    tile_runs: torch.Tensor
-    tile_num_runs: torch.Tensor
+    num_runs: torch.Tensor
+    run_first: torch.Tensor
+    run_stop: torch.Tensor
+    run_address: torch.Tensor  # [5, max_tiles * BLOCK_M] int64
+    run_rank: torch.Tensor  # [8, max_tiles * BLOCK_M] int32
+    num_pieces: torch.Tensor
+    piece_first: torch.Tensor
+    piece_stop: torch.Tensor
+    piece_address: torch.Tensor  # [5, max_pieces] int64
+    piece_rank: torch.Tensor  # [8, max_pieces] int32
+    piece: int
+    programs: int  # that a shrink starts; each takes every so many pieces
 
 
 @triton.jit
 def _runs_kernel(
-    run_start,
-    slot_at,
-    tile_start,
-    tile_end,
-    num_tiles,
-    tile_runs,
-    tile_num_runs,
-    BLOCK_M: tl.constexpr,
-    PDL: tl.constexpr,
-):
+    slot_at, tile_expert, tile_start, tile_end, num_tiles,
+    num_runs, run_first, run_stop, run_address, run_rank,
+    num_pieces, piece_first, piece_stop, piece_address, piece_rank,
+    up_table, down_table, num_slots, max_runs, max_pieces,
+    GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
     tile = tl.program_id(0)
+    # One wait: what lies behind the last tile is read, and dropped.
+    expert = tl.load(tile_expert + tile)
+    start = tl.load(tile_start + tile)
+    end = tl.load(tile_end + tile)
     if tile >= tl.load(num_tiles):
         return
-    start = tl.load(tile_start + tile)
-    position = start + tl.arange(0, BLOCK_M)
-    mine = position < tl.load(tile_end + tile)
-    first = tl.load(run_start + position, mask=mine, other=-1)
-    opens = mine & ((first == position) | (position == start))
-    opens = opens & (tl.load(slot_at + position, mask=mine, other=-1) >= 0)
-    number = tl.cumsum(opens.to(tl.int32), 0) - 1
-    tl.store(tile_runs + tile * BLOCK_M + number, position, mask=opens)
-    tl.store(tile_num_runs + tile, tl.sum(opens.to(tl.int32), 0))
+    row = tl.arange(0, BLOCK_M)
+    position = start + row
+    mine = position < end
+    slot = tl.load(slot_at + position, mask=mine, other=1 << 30)
+    # They ascend, so a run begins behind all slots that are less.
+    first = start + tl.sum((slot[None, :] < slot[:, None]).to(tl.int32), 1)
+    stop = first + tl.sum((slot[None, :] == slot[:, None]).to(tl.int32), 1)
+    active = mine & (slot >= 0)
+    opens = active & (position == first)
+    run = tile * BLOCK_M + tl.cumsum(opens.to(tl.int32), 0) - 1
+    count = tl.sum(opens.to(tl.int32), 0)
+    tl.store(num_runs + tile, count)
+    tl.store(run_first + run, first, mask=opens)
+    tl.store(run_stop + run, stop, mask=opens)
+    for line in tl.static_range(2, 5):
+        tl.store(run_rank + line * max_runs + tile * BLOCK_M + row, 0, mask=row >= count)
+    store_site(
+        run, slot, expert, opens, opens, run_address, run_rank, max_runs, num_slots,
+        up_table, 0, 2, GATE_SLICES, HAS_UP,
+    )  # fmt: skip
+    store_site(
+        run, slot, expert, opens, opens, run_address, run_rank, max_runs, num_slots,
+        down_table, 1, 4, 1, HAS_DOWN,
+    )  # fmt: skip
+    cuts = active & ((position - first) % PIECE == 0)
+    piece = tl.cumsum(cuts.to(tl.int32), 0) - 1
+    piece += tl.atomic_add(num_pieces, tl.sum(cuts.to(tl.int32), 0))
+    tl.store(piece_first + piece, position, mask=cuts)
+    tl.store(piece_stop + piece, tl.minimum(position + PIECE, stop), mask=cuts)
+    store_site(
+        piece, slot, expert, cuts, cuts, piece_address, piece_rank, max_pieces, num_slots,
+        up_table, 0, 2, GATE_SLICES, HAS_UP,
+    )  # fmt: skip
+    store_site(
+        piece, slot, expert, cuts, cuts, piece_address, piece_rank, max_pieces, num_slots,
+        down_table, 1, 4, 1, HAS_DOWN,
+    )  # fmt: skip
 
 
-def find_runs(order: PairOrder, pdl: bool = False) -> TileRuns:
-    """Both arrays of the table above."""
-    assert order.factors is not None
+def find_runs(order: PairOrder, piece: int, adapters: int, pdl: bool = False) -> TileRuns:
+    """All arrays of the table above; `adapters`: about how many the step has."""
+    factors = order.factors
+    assert factors is not None
     assert not order.is_identity
-    device = order.pair.device
-    tile_runs = torch.empty(order.max_tiles, order.block_m, dtype=torch.int32, device=device)
-    tile_num_runs = torch.empty(order.max_tiles, dtype=torch.int32, device=device)
-    _runs_kernel[(order.max_tiles,)](
-        order.run_start,
-        order.slot,
-        order.tile_start,
-        order.tile_end,
-        order.num_tiles,
-        tile_runs,
-        tile_num_runs,
-        BLOCK_M=order.block_m,
-        **pdl_options(pdl),
+    tiles, max_pieces = order.max_tiles, order.num_pairs
+    max_runs = tiles * order.block_m
+
+    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        return torch.empty(shape, dtype=dtype, device=order.pair.device)
+
+    # A run has at most one piece that is not full, and one more for each end of a tile in it.
+    expected = max_pieces // piece + min(order.num_experts * max(1, adapters) + tiles, max_pieces)
+    found = TileRuns(
+        num_runs=ints(tiles),
+        run_first=ints(max_runs),
+        run_stop=ints(max_runs),
+        run_address=ints(5, max_runs, dtype=torch.int64),
+        run_rank=ints(8, max_runs),
+        num_pieces=order.num_pieces,
+        piece_first=ints(max_pieces),
+        piece_stop=ints(max_pieces),
+        piece_address=ints(5, max_pieces, dtype=torch.int64),
+        piece_rank=ints(8, max_pieces),
+        piece=piece,
+        programs=min(expected, max_pieces),
     )
-    return TileRuns(tile_runs, tile_num_runs)
+    _runs_kernel[(tiles,)](
+        order.slot, order.tile_expert, order.tile_start, order.tile_end, order.num_tiles,
+        found.num_runs, found.run_first, found.run_stop, found.run_address, found.run_rank,
+        found.num_pieces, found.piece_first, found.piece_stop, found.piece_address,
+        found.piece_rank,
+        *factor_arguments(factors, order.slot)[2:], factors.num_slots, max_runs, max_pieces,
+        **factor_options(factors), PIECE=piece, BLOCK_M=order.block_m,
+        num_warps=8, **pdl_options(pdl),
+    )  # fmt: skip
+    return found

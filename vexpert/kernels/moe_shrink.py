@@ -1,15 +1,15 @@
 """LoRA shrink of routed experts by position: h[j, p] = A[s, e][:, part j] @ x[p, part j].
 
-One plane j of float32 partial sums per part of the depth; consumers add the planes in order. Base
-rows and sentinels are neither read nor written. A program takes either the run that starts at its
-position, or is cut at a multiple of BLOCK_M from its start (RUNS: most positions are such starts),
-or BLOCK_M positions, whose runs it does one after another (few, long runs).
+One plane j of partial sums per part of the depth; consumers add the planes in order. Base rows and
+sentinels are neither read nor written. A program takes the run that starts at its position, or is
+cut at a multiple of BLOCK_M from its start; or with `moe_runs` every so many pieces of the list.
 
 | array | shape | holds |
 |---|---|---|
 | hidden | [T, H], or [P, H] when SCALED or BY_POSITION | inputs of tokens, pairs or positions |
-| address, rank_at | [P] | this site's rows of `moe_factors`; IDENTITY: slots, packed table |
-| h | [PLANES, P, max_rank] float32 | by position; columns from the slot's rank on unspecified |
+| address, rank_at | | `moe_factors` by position, or by piece; IDENTITY: slots, packed table |
+| h | [PLANES, P, max_rank] float32 | by position; unspecified from the slot's rank on |
+| h, of pieces | [PLANES, P, n * SLICE_WIDTH] | a block a slice; x's dtype if one plane |
 """
 
 from dataclasses import dataclass
@@ -20,28 +20,34 @@ import triton.language as tl
 
 from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_order import PairOrder
+from vexpert.kernels.moe_runs import TileRuns
 
 
 @dataclass(frozen=True)
 class ShrinkShape:
     """Positions and depth of a program's part, and how Triton runs it."""
 
-    by_run: bool
     block_m: int
     planes: int
     block_k: int
     num_warps: int = 4
     num_stages: int = 3
+    most_ranks: int = 64  # of one step; more take another pass over the input
 
 
 @triton.jit
 def _shrink_run(
-    at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth, max_rank, stride_x,
+    at, stop, hidden, pair_at, arena, a_at, rank, h, left, right, depth, width, stride_x,
+    part_at, part_stride,
     TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr, IDENTITY: tl.constexpr,
-    EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    SLICES: tl.constexpr, SLICE_WIDTH: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
 ):  # fmt: skip
-    """Positions at ... stop, at most BLOCK_M of them, of one slot and expert."""
+    """Positions at ... stop, at most BLOCK_M of them, of one slot and expert.
+
+    SLICES: the columns of each slice, 3 * part_stride behind its rank at `part_at`, go to its block
+    of h; 0: they stay as they are.
+    """
     position = at + tl.arange(0, BLOCK_M)
     own = position < stop
     source = position
@@ -53,6 +59,7 @@ def _shrink_run(
     k = tl.arange(0, BLOCK_K)
     x_line = hidden + source.to(tl.int64)[:, None] * stride_x + k[None, :]
     a = arena + a_at
+    line = h + position.to(tl.int64)[:, None] * width
     for r in range(0, rank, BLOCK_R):
         inner = r + tl.arange(0, BLOCK_R)
         used = inner < rank
@@ -67,15 +74,21 @@ def _shrink_run(
                 x_tile = tl.load(x_line + first, mask=own[:, None] & within[None, :], other=0.0)
                 a_tile = tl.load(a_line + first, mask=used[None, :] & within[:, None], other=0.0)
             sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
-        target = plane + position.to(tl.int64)[:, None] * max_rank + inner[None, :]
-        tl.store(target, sums, mask=own[:, None] & used[None, :])
+        out = sums.to(h.dtype.element_ty)
+        if SLICES == 0:
+            tl.store(line + inner[None, :], out, mask=own[:, None] & used[None, :])
+        for i in tl.static_range(SLICES):
+            column = inner - tl.load(part_at + (3 + i) * part_stride).to(tl.int32)
+            its = (column >= 0) & (column < tl.load(part_at + i * part_stride).to(tl.int32))
+            target = line + (i * SLICE_WIDTH + column)[None, :]
+            tl.store(target, out, mask=own[:, None] & its[None, :])
 
 
 @triton.jit
 def _shrink_kernel(
     hidden, topk_ids, pair_at, run_start, run_end, arena, address, rank_at, h, num_pairs,
-    num_experts, num_slots, depth, part, max_rank, stride_x,
-    TOP_K: tl.constexpr, RUNS: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr,
+    num_experts, num_slots, depth, part, width, stride_x,
+    TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr,
     IDENTITY: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
@@ -83,40 +96,65 @@ def _shrink_kernel(
     pdl_release(PDL)
     left = tl.program_id(1) * part
     right = tl.minimum(left + part, depth)
-    plane = h + tl.program_id(1).to(tl.int64) * num_pairs * max_rank
-    if RUNS:
-        at = tl.program_id(0)
-        end = at + 1
-        if not IDENTITY:
-            end = tl.minimum(tl.load(run_end + at), at + BLOCK_M)
-            if (at - tl.load(run_start + at)) % BLOCK_M != 0:
-                end = at
+    plane = h + tl.program_id(1).to(tl.int64) * num_pairs * width
+    at = tl.program_id(0)
+    if IDENTITY:
+        stop = at + 1
+        slot = tl.load(address + at // TOP_K)
+        expert = tl.load(topk_ids + at).to(tl.int64)
+        there = (slot >= 0) & (expert >= 0) & (expert < num_experts)
+        rank = tl.load(rank_at + slot, mask=there, other=0)
+        a_at = tl.load(rank_at + num_slots + slot, mask=there, other=0)
+        a_at += expert * tl.load(rank_at + 2 * num_slots + slot, mask=there, other=0)
     else:
-        at = tl.program_id(0) * BLOCK_M
-        end = tl.minimum(at + BLOCK_M, num_pairs)
-    while at < end:
-        stop = end
-        if not RUNS:
-            stop = tl.minimum(tl.load(run_end + at), end)
-        if IDENTITY:
-            slot = tl.load(address + at // TOP_K)
-            expert = tl.load(topk_ids + at).to(tl.int64)
-            there = (slot >= 0) & (expert >= 0) & (expert < num_experts)
-            rank = tl.load(rank_at + slot, mask=there, other=0)
-            a_at = tl.load(rank_at + num_slots + slot, mask=there, other=0)
-            a_at += expert * tl.load(rank_at + 2 * num_slots + slot, mask=there, other=0)
-        else:
-            rank = tl.load(rank_at + at).to(tl.int64)
-            a_at = tl.load(address + at)
-        # Here, where it is computed: the compiler forgets it of a function's argument.
-        a_at = tl.multiple_of(a_at, ALIGNMENT)
+        stop = tl.minimum(tl.load(run_end + at), at + BLOCK_M)
+        rank = tl.load(rank_at + at).to(tl.int64)
+        rank = tl.where((at - tl.load(run_start + at)) % BLOCK_M == 0, rank, 0)
+        a_at = tl.load(address + at)
+    # Here, where it is computed: the compiler forgets it of a function's argument.
+    a_at = tl.multiple_of(a_at, ALIGNMENT)
+    if rank > 0:
+        _shrink_run(
+            at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth, width,
+            stride_x, rank_at, 0, TOP_K, BY_POSITION, SCALED, IDENTITY, 0, 0, EVEN, PRECISION,
+            BLOCK_M, BLOCK_K, BLOCK_R,
+        )  # fmt: skip
+
+
+@triton.jit
+def _shrink_pieces_kernel(
+    hidden, pair_at, num_pieces, piece_first, piece_stop, arena, address, rank_at, part_at, h,
+    num_pairs, max_pieces, depth, part, width, stride_x,
+    TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr,
+    SLICES: tl.constexpr, SLICE_WIDTH: tl.constexpr,
+    EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    left = tl.program_id(1) * part
+    right = tl.minimum(left + part, depth)
+    plane = h + tl.program_id(1).to(tl.int64) * num_pairs * width
+    piece = tl.program_id(0)
+    count = tl.load(num_pieces)
+    while piece < count:
+        at = tl.load(piece_first + piece)
+        stop = tl.load(piece_stop + piece)
+        rank = tl.load(rank_at + piece)
+        a_at = tl.multiple_of(tl.load(address + piece), ALIGNMENT)
         if rank > 0:
             _shrink_run(
-                at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth,
-                max_rank, stride_x, TOP_K, BY_POSITION, SCALED, IDENTITY, EVEN,
-                PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
+                at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth, width,
+                stride_x, part_at + piece, max_pieces, TOP_K, BY_POSITION, SCALED, False, SLICES,
+                SLICE_WIDTH, EVEN, PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
             )  # fmt: skip
-        at = stop
+        piece += tl.num_programs(0)
+
+
+def _parts(depth: int, shape: ShrinkShape) -> tuple[int, int]:
+    """(depth of a plane, planes)."""
+    part = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k) * shape.block_k
+    return part, triton.cdiv(depth, part)
 
 
 def moe_shrink(
@@ -126,51 +164,50 @@ def moe_shrink(
     is_down: bool = False,
     scaled: bool = False,
     pdl: bool = False,
+    runs: TileRuns | None = None,
 ) -> torch.Tensor:
     """h of gate_up, or of down, whose input `hidden` is by position; see the table above."""
     assert order.factors is not None
-    assert shape.by_run or not order.is_identity
     assert hidden.stride(1) == 1, hidden.stride()
     factors = order.factors
     lora = factors.down if is_down else factors.gate_up
     assert lora is not None
     pairs, depth = order.num_pairs, hidden.shape[1]
-    part = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k) * shape.block_k
-    planes = triton.cdiv(depth, part)
-    h = torch.empty(planes, pairs, lora.max_rank, dtype=torch.float32, device=hidden.device)
-    found = factors.address[int(is_down)], factors.rank[int(is_down)]
+    part, planes = _parts(depth, shape)
+    options = {
+        "TOP_K": order.top_k,
+        "BY_POSITION": is_down,
+        "SCALED": scaled,
+        "EVEN": depth % shape.block_k == 0,
+        "ALIGNMENT": lora.alignment_of(depth),
+        "PRECISION": dot_precision(hidden.dtype),
+        "BLOCK_M": shape.block_m,
+        "BLOCK_K": shape.block_k,
+        "BLOCK_R": power_of_two(lora.max_rank, 16, shape.most_ranks),
+        "num_warps": shape.num_warps,
+        "num_stages": shape.num_stages,
+        **pdl_options(pdl),
+    }
+    device, site = hidden.device, int(is_down)
+    if runs is not None:
+        assert shape.block_m == runs.piece, (shape, runs.piece)
+        dtype, width = torch.float32 if planes > 1 else hidden.dtype, lora.slice_width
+        slices = lora.num_slices
+        h = torch.empty(planes, pairs, slices * width, dtype=dtype, device=device)
+        _shrink_pieces_kernel[(runs.programs, planes)](
+            hidden, order.pair, runs.num_pieces, runs.piece_first, runs.piece_stop, lora.arena,
+            runs.piece_address[site], runs.piece_rank[site], runs.piece_rank[4 if is_down else 2],
+            h, pairs, runs.piece_first.shape[0], depth, part, h.shape[2], hidden.stride(0),
+            SLICES=slices, SLICE_WIDTH=width, **options,
+        )  # fmt: skip
+        return h
+    found = factors.address[site], factors.rank[site]
     if order.is_identity:
         found = factors.slots, lora.packed
-    programs = pairs if shape.by_run else triton.cdiv(pairs, shape.block_m)
-    _shrink_kernel[(programs, planes)](
-        hidden,
-        order.topk_ids,
-        order.pair,
-        order.run_start,
-        order.run_end,
-        lora.arena,
-        *found,
-        h,
-        pairs,
-        order.num_experts,
-        lora.num_slots,
-        depth,
-        part,
-        lora.max_rank,
-        hidden.stride(0),
-        TOP_K=order.top_k,
-        RUNS=shape.by_run,
-        BY_POSITION=is_down,
-        SCALED=scaled,
-        IDENTITY=order.is_identity,
-        EVEN=depth % shape.block_k == 0,
-        ALIGNMENT=lora.alignment_of(depth),
-        PRECISION=dot_precision(hidden.dtype),
-        BLOCK_M=shape.block_m,
-        BLOCK_K=shape.block_k,
-        BLOCK_R=power_of_two(lora.max_rank, 16, 64),
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        **pdl_options(pdl),
-    )
+    h = torch.empty(planes, pairs, lora.max_rank, dtype=torch.float32, device=device)
+    _shrink_kernel[(pairs, planes)](
+        hidden, order.topk_ids, order.pair, order.run_start, order.run_end, lora.arena, *found, h,
+        pairs, order.num_experts, lora.num_slots, depth, part, lora.max_rank, hidden.stride(0),
+        IDENTITY=order.is_identity, **options,
+    )  # fmt: skip
     return h

@@ -3,7 +3,8 @@
 A tile may mix adapters and base rows. Its LoRA is one dot of a block-diagonal matrix of shrunk rows
 with the factors of several *items* stacked: an item is a row, or where runs are long a run of equal
 (expert, slot). All factors of a group are thus loaded at once; a loop would wait for each item.
-The first group's factors may be loaded before the base product, which then hides their latency.
+The first group's factors may be loaded before the base product, which then hides their latency; of
+runs only where they lie.
 """
 
 import triton
@@ -27,11 +28,31 @@ def read_tile(
         start = tile
         end = tl.where((expert >= 0) & (expert < num_experts), tile + 1, -1)
     else:
-        exists = tile < tl.load(num_tiles)
-        expert = tl.load(tile_expert + tile, mask=exists, other=0)
-        start = tl.load(tile_start + tile, mask=exists, other=0)
-        end = tl.load(tile_end + tile, mask=exists, other=-1)
+        # One wait: what lies behind the last tile is read, and dropped.
+        expert = tl.load(tile_expert + tile)
+        start = tl.load(tile_start + tile)
+        end = tl.where(tile < tl.load(num_tiles), tl.load(tile_end + tile), -1)
     return expert, start, end
+
+
+@triton.jit
+def _load_in_halves(at):
+    """An integer, 2 bytes at a time: Triton sends wider loads through shared memory in a loop."""
+    half = at.to(tl.pointer_type(tl.uint16), bitcast=True)
+    dtype: tl.constexpr = at.dtype.element_ty
+    value = tl.load(half).to(dtype)
+    for i in tl.static_range(1, dtype.primitive_bitwidth // 16):
+        value |= tl.load(half + i).to(dtype) << (16 * i)
+    return value
+
+
+@triton.jit
+def of_runs(at, item, GROUP: tl.constexpr):
+    """at[item], for items below GROUP."""
+    value = _load_in_halves(at) + tl.zeros_like(item)
+    for i in tl.static_range(1, GROUP):
+        value = tl.where(item == i, _load_in_halves(at + i), value)
+    return value
 
 
 @triton.jit
@@ -40,26 +61,29 @@ def items_of(
     tile,
     start,
     end,
-    run_end,
-    tile_runs,
-    tile_num_runs,
+    run_first,
+    run_stop,
     BY_RUN: tl.constexpr,
     STRIDE: tl.constexpr,
     GROUP: tl.constexpr,
     BLOCK_R: tl.constexpr,
 ):
-    """Of each row of GROUP stacked factors: (first position, stop, exists, r)."""
+    """GROUP items whose factors are stacked: (index of the first, of each stacked row its item,
+    the item's first position and stop, whether it exists, r). A run that does not has rank 0.
+    """
     stacked = tl.arange(0, GROUP * BLOCK_R)
-    item = first_item + stacked // BLOCK_R
+    item = stacked // BLOCK_R
     if BY_RUN:
-        exists = item < tl.load(tile_num_runs + tile)
-        first = tl.load(tile_runs + tile * STRIDE + item, mask=exists, other=0)
-        stop = tl.minimum(tl.load(run_end + first, mask=exists, other=0), end)
+        index = tile * STRIDE + first_item
+        first = of_runs(run_first + index, item, GROUP)
+        stop = of_runs(run_stop + index, item, GROUP)
+        exists = item < GROUP
     else:
-        first = start + item
-        exists = first < end
+        index = start + first_item
+        first = index + item
         stop = first + 1
-    return first, stop, exists, stacked % BLOCK_R
+        exists = first < end
+    return index, item, first, stop, exists, stacked % BLOCK_R
 
 
 @triton.jit
@@ -73,29 +97,40 @@ def _table_part(
 
 
 @triton.jit
-def load_b(
-    arena, address, rank, first, exists, expert, r, n, inside, size, num_pairs, num_slots,
+def find_b(
+    address, rank, index, item, exists, expert, r, stride, num_slots,
     ROW: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr, IDENTITY: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    BY_RUN: tl.constexpr, GROUP: tl.constexpr,
 ):  # fmt: skip
-    """Of stacked factor rows: which exist, and B^T [GROUP * BLOCK_R, N].
+    """Of stacked factor rows: which exist, and where their factors begin in the arena.
 
-    `address` and `rank` are `moe_factors`'; with IDENTITY, slots and the packed table.
+    `address` and `rank` are `moe_factors`', rows `stride` apart; with IDENTITY, slots and the
+    packed table.
     """
     if IDENTITY:
-        at, active = _table_part(address, rank, first, exists, num_slots, ROW, TOP_K)
+        at, active = _table_part(address, rank, index + item, exists, num_slots, ROW, TOP_K)
         step = SLICES * num_slots
         used = active & (r < tl.load(at, mask=active, other=0))
         b_at = tl.load(at + 2 * step, mask=active, other=0)
         b_at += expert * tl.load(at + 3 * step, mask=active, other=0)
+    elif BY_RUN:
+        used = r < of_runs(rank + ROW * stride + index, item, GROUP)
+        b_at = of_runs(address + ROW * stride + index, item, GROUP)
     else:
-        used = exists & (r < tl.load(rank + ROW * num_pairs + first, mask=exists, other=0))
-        b_at = tl.load(address + ROW * num_pairs + first, mask=used, other=0)
+        at = ROW * stride + index + item
+        used = exists & (r < tl.load(rank + at, mask=exists, other=0))
+        b_at = tl.load(address + at, mask=used, other=0)
+    return used, b_at
+
+
+@triton.jit
+def load_b(arena, b_at, used, r, n, inside, size, ALIGNMENT: tl.constexpr):
+    """B^T [GROUP * BLOCK_R, N]."""
+    # Of what is computed here: the compiler forgets it of a function's argument.
     b_at = tl.multiple_of(b_at + r * size, [ALIGNMENT])
-    b_tile = tl.load(
+    return tl.load(
         arena + b_at[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
     )
-    return used, b_tile
 
 
 @triton.jit
@@ -124,16 +159,14 @@ def shrunk_of_items(
 
 @triton.jit
 def shrunk_rows(
-    h, rank, position, mine, plane, num_pairs, max_rank,
-    ROW: tl.constexpr, STEP: tl.constexpr, BLOCK_R: tl.constexpr, DTYPE: tl.constexpr,
-    PLANES: tl.constexpr,
+    h, position, mine, plane, width,
+    SLICE: tl.constexpr, SLICE_WIDTH: tl.constexpr, STEP: tl.constexpr, BLOCK_R: tl.constexpr,
+    DTYPE: tl.constexpr, PLANES: tl.constexpr,
 ):  # fmt: skip
-    """Each position's own shrunk row, [M, BLOCK_R]."""
-    own_rank = tl.load(rank + ROW * num_pairs + position, mask=mine, other=0)
-    column = tl.load(rank + (ROW + 3) * num_pairs + position, mask=own_rank > 0, other=0)
-    r = STEP * BLOCK_R + tl.arange(0, BLOCK_R)
-    at = h + (position * max_rank + column)[:, None] + r[None, :]
-    return _sum_planes(at, r[None, :] < own_rank[:, None], plane, PLANES).to(DTYPE)
+    """Each position's own shrunk row, [M, BLOCK_R]; what no adapter wrote is anything."""
+    r = SLICE * SLICE_WIDTH + STEP * BLOCK_R + tl.arange(0, BLOCK_R)
+    at = h + (position * width)[:, None] + r[None, :]
+    return _sum_planes(at, mine[:, None], plane, PLANES).to(DTYPE)
 
 
 @triton.jit
@@ -144,3 +177,9 @@ def spread_rows(rows, own, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
         wide = tl.broadcast_to(rows[:, None, :], (M, GROUP, BLOCK_R))
         rows = tl.reshape(wide, (M, GROUP * BLOCK_R))
     return tl.where(own, rows, 0.0).to(rows.dtype)
+
+
+@triton.jit
+def own_rows(position, first, stop):
+    """[M, N]: whether a position is of the item of a stacked factor row."""
+    return (position[:, None] >= first[None, :]) & (position[:, None] < stop[None, :])

@@ -104,6 +104,7 @@ class AdapterConfig:
     target_modules: tuple[str, ...] | str = ()  # a str is a regular expression
     exclude_modules: tuple[str, ...] | str = ()
     layers_to_transform: tuple[int, ...] = ()  # empty: all
+    layers_pattern: tuple[str, ...] = ()  # what stands before a layer's number; empty: anything
     base_model: str = ""  # base_model_name_or_path
     is_pattern_ordered: bool = False  # pattern_order: the patterns' order is the trainer's
     warnings: tuple[str, ...] = ()
@@ -146,6 +147,8 @@ def parse_config(raw: dict[str, Any], nemo_version: str | None = None) -> Adapte
         warnings.append(
             f"lora_alpha is not in {CONFIG_NAME}: PEFT's default {DEFAULT_ALPHA:g} used"
         )
+    elif raw["lora_alpha"] == 0 and not raw.get("alpha_pattern"):
+        warnings.append(f"lora_alpha is 0 in {CONFIG_NAME}: the adapter changes nothing")
     _warn_unknown(raw, warnings)
     config = AdapterConfig(
         r=_rank(raw.get("r"), "r") if raw.get("r") is not None else None,
@@ -162,6 +165,7 @@ def parse_config(raw: dict[str, Any], nemo_version: str | None = None) -> Adapte
         target_modules=_names_or_pattern(raw, "target_modules"),
         exclude_modules=_names_or_pattern(raw, "exclude_modules"),
         layers_to_transform=_layers(raw.get("layers_to_transform")),
+        layers_pattern=_one_or_more(_names_or_pattern(raw, "layers_pattern")),
         base_model=_text(raw.get("base_model_name_or_path")),
         is_pattern_ordered=_is_ordered(raw.get(ORDER)),
         target_parameters=_names(raw, "target_parameters"),
@@ -289,6 +293,10 @@ def _names(raw: dict[str, Any], name: str) -> tuple[str, ...]:
 def _names_or_pattern(raw: dict[str, Any], name: str) -> tuple[str, ...] | str:
     value = raw.get(name)
     return value if isinstance(value, str) else _names(raw, name)
+
+
+def _one_or_more(value: tuple[str, ...] | str) -> tuple[str, ...]:
+    return value if isinstance(value, tuple) else (value,) if value else ()
 
 
 def _layers(value: Any) -> tuple[int, ...]:

@@ -14,6 +14,8 @@ from vexpert.lora.parallel import run_all
 _CHUNK = 1 << 19  # elements; a chunk stays in the cache
 _PART = 1 << 22  # elements that one thread takes at a time
 
+# Of a change of a weight: a few such layers one after another leave float32. Weights are below 100.
+LARGEST_CHANGE = 1e9
 LARGEST = torch.finfo(torch.bfloat16).max  # float32's is 0.4 % more
 
 # dtype -> (torch integer of the same width, numpy unsigned, bits of +Inf)
@@ -69,12 +71,17 @@ def largest_in(tensors: Iterable[torch.Tensor]) -> float:
     return max(found, default=0.0)
 
 
+def largest_of(x: torch.Tensor) -> float:
+    """The largest magnitude in x; Inf where it holds NaN or Inf."""
+    return _magnitude(largest_bits(x), x.dtype) if x.numel() else 0.0
+
+
 def require_finite(name: str, x: torch.Tensor, scale: float = 1.0) -> None:
     """AdapterError for NaN, Inf, or more than bfloat16 can hold once `scale` is applied.
 
     float16's own range is smaller: packing checks it.
     """
-    largest = _magnitude(largest_bits(x), x.dtype) if x.numel() else 0.0
+    largest = largest_of(x)
     dtype = str(x.dtype).removeprefix("torch.")
     if largest == math.inf:
         kind = "NaN" if bool(torch.isnan(x).any()) else "Inf"

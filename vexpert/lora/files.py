@@ -14,6 +14,7 @@ from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.header import Entry, parse_header
 from vexpert.lora.json_files import check_regular, read_json
+from vexpert.lora.key_lists import counted, key_lines
 from vexpert.lora.parallel import run_all
 
 SAFETENSORS = "adapter_model.safetensors"
@@ -22,6 +23,8 @@ PICKLE = "adapter_model.bin"
 DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Tensors = dict[str, torch.Tensor]
+
+NO_FOLDER = "no such folder; give an adapter's folder, with adapter_config.json and its weights"
 
 READ_BYTES = 8 << 20  # one read
 
@@ -49,7 +52,10 @@ def read_tensors(folder: Path) -> Tensors:
 
 def _exists(path: Path) -> bool:
     try:
-        return path.exists()
+        is_there = path.exists()
+        if not is_there and path.is_symlink():
+            raise AdapterError(f"{path} is a link that leads nowhere: copy the file itself")
+        return is_there
     except OSError as error:  # a folder that may not be searched
         raise _unreadable(path, error) from None
 
@@ -77,9 +83,12 @@ def check_tensors(source: str, tensors: Tensors) -> None:
 def _read_safetensors(path: Path) -> Tensors:
     try:
         if not path.is_file():
-            raise AdapterError(f"{path} is not a file")
+            what = "not a file" if path.exists() else "missing"
+            raise AdapterError(f"{path} is {what}: copy the whole adapter again")
         content = _content(path)
         return _views(content, parse_header(content))
+    except AdapterError:
+        raise
     except OSError as error:
         raise _unreadable(path, error) from None
     except (ValueError, RecursionError) as error:
@@ -161,8 +170,9 @@ def _read_shards(folder: Path) -> Tensors:
     different = sorted(weight_map.keys() ^ tensors.keys())
     if different:
         raise AdapterError(
-            f"{folder / INDEX}: the index and the shards differ in {len(different)} keys, first "
-            f"{different[0]}; copy the whole adapter again"
+            f"{folder / INDEX}: the index and the shards differ in "
+            f"{counted(len(different), 'key')}:\n{key_lines(different)}\n"
+            "copy the whole adapter again"
         )
     return tensors
 

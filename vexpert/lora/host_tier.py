@@ -210,6 +210,9 @@ class HostTier:
     def _take(self, version: Version, host: HostCopy, seconds: float) -> None:
         version.host, version.files = host, host.files
         version.rank, version.warnings = host.packed.rank, host.warnings
+        if not version.loads:  # not again when it is read again
+            for warning in host.warnings:
+                logger.warning("adapter %s: %s", version.ref.name, warning)
         version.loads += 1
         version.load_seconds = seconds
         self.loads += 1

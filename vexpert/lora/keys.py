@@ -7,7 +7,8 @@ import torch
 
 # Wrappers that trainers leave in module paths; they name no module of the model.
 _WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
-_PREFIXES = ("base_model.model.", "base_model.")
+PREFIX = "base_model.model."  # of PEFT's keys
+_PREFIXES = (PREFIX, "base_model.")
 
 _LORA_PARTS = {
     "A.weight": "A",

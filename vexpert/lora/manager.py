@@ -302,7 +302,10 @@ class AdapterManager:
         None when no row has an adapter.
         """
         chosen = tuple(sorted({slot for slot in active if slot >= 0}))
-        return BatchView(slots, logit_slots, chosen, self._virtual_experts) if chosen else None
+        if not chosen:
+            return None
+        signature = self.pool.signature(chosen)
+        return BatchView(slots, logit_slots, chosen, self._virtual_experts, signature)
 
     def check_integrity(self) -> None:
         """Assert that versions, tiers, tables and blocks agree."""

@@ -77,7 +77,7 @@ class Names:
     def __init__(self, targets: TargetMap) -> None:
         self._targets = targets.targets
         self._renames = _RENAMES.get(targets.model_type, ())
-        self._paths = {_tail(path): path for path in _module_paths(targets)}
+        self._paths = {tail(path): path for path in _module_paths(targets)}
         self._paths.update({path: path for path in _module_paths(targets)})
         self._found: dict[str, str | None] = {}
         self._places = _known_places(targets)
@@ -117,11 +117,11 @@ class Names:
         return self._found[module]
 
     def _search(self, module: str) -> str | None:
-        tail = _tail(module)
-        path = self._paths.get(module) or self._paths.get(tail)
+        end = tail(module)
+        path = self._paths.get(module) or self._paths.get(end)
         if path is not None:
             return path
-        dotted = f".{tail}."
+        dotted = f".{end}."
         for old, new in (*self._renames, *_TINKER):
             dotted = dotted.replace(old, new)
         return self._paths.get(dotted[1:-1])
@@ -157,7 +157,7 @@ def _is_index(word: str) -> bool:
     return word.isascii() and word.isdigit() and len(word) < 7
 
 
-def _tail(path: str) -> str:
+def tail(path: str) -> str:
     """`path` without what stands before the language model's own modules."""
     for prefix in _TEXT_PREFIXES:
         if path.startswith(prefix):

@@ -4,7 +4,7 @@ Formula: slice i of a site adds `scale * B_i @ A_i @ x`. A is stored as [E or 1,
 rows of all distinct A of the site; B as its transpose [E or 1, r, size] with the scale inside.
 """
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from functools import partial
 from math import lcm
@@ -257,7 +257,6 @@ class _Plan:
             offsets = tuple(o + s for o, s in zip(entry.b_offset, starts, strict=True))
             moved.append(replace(entry, b_offset=offsets))
         rank = max((r for entry in moved for r in entry.slice_rank), default=0)
-        _check_finite(buffer[:total])
         write_extras(buffer, tail, extras)
         entries = tuple(moved)
         return PackedAdapter(buffer, entries, entry_cells(entries), rank, tail)
@@ -336,13 +335,27 @@ def _place(plan: _Plan, target: Target, factors: Factors | ExpertsFactors) -> li
     return [_place_linear(plan, target.site, factors)]
 
 
-def _check_finite(buffer: torch.Tensor) -> None:
+def _check_finite(weights: AdapterWeights, buffer: torch.Tensor) -> None:
     """float16 alone can overflow where the file's own dtype does not."""
-    if buffer.dtype == torch.float16 and not bool(torch.isfinite(buffer).all()):
-        raise AdapterError(
-            "adapter has values beyond float16's range (65504) once its scale is applied; "
-            "serve with dtype bfloat16 or float32"
-        )
+    if buffer.dtype != torch.float16 or bool(torch.isfinite(buffer).all()):
+        return
+    name, value, scale = max(_largest(weights), key=lambda one: abs(one[1] * one[2]))
+    times = "" if scale == 1.0 else f" times the scale {scale:g}"
+    raise AdapterError(
+        f"{name} holds {value:g}{times}, beyond float16's range (65504); serve with dtype bfloat16 "
+        "or float32"
+    )
+
+
+def _largest(weights: AdapterWeights) -> Iterable[tuple[str, float, float]]:
+    """(name, largest magnitude, scale that packing applies) of every factor."""
+    for path, module in weights.modules.items():
+        parts = {"": module} if isinstance(module, Factors) else vars(module)
+        for name, pair in parts.items():
+            if pair is not None:
+                where = f"{path}.{name}".rstrip(".")
+                yield f"{where}.lora_A", float(pair.a.abs().max()), 1.0
+                yield f"{where}.lora_B", float(pair.b.abs().max()), pair.scale
 
 
 def _plan(weights: AdapterWeights, targets: TargetMap, dtype: torch.dtype) -> _Plan:
@@ -381,7 +394,10 @@ def pack(
     def new(size: int) -> torch.Tensor:
         return torch.empty(size, dtype=dtype, pin_memory=pin_memory)
 
-    return _plan(weights, targets, dtype).finish(targets, extras or {}, allocate or new)
+    plan = _plan(weights, targets, dtype)
+    packed = plan.finish(targets, extras or {}, allocate or new)
+    _check_finite(weights, packed.buffer[: plan.bases()[1]])
+    return packed
 
 
 def start_alignment(targets: TargetMap, device: torch.device, dtype: torch.dtype) -> int:

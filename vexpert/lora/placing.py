@@ -1,7 +1,5 @@
 """Sorts the pieces of a file by the module of the model they belong to; refuses what has none."""
 
-import re
-from collections import Counter
 from dataclasses import dataclass, field
 from difflib import get_close_matches
 from typing import TypeVar
@@ -9,6 +7,15 @@ from typing import TypeVar
 from vexpert.errors import AdapterError
 from vexpert.lora.files import Tensors
 from vexpert.lora.formats.full import parameter_shape
+from vexpert.lora.key_lists import (
+    HOLE,
+    MOST_LINES,
+    counted,
+    grouped,
+    key_lines,
+    limited,
+    split_numbers,
+)
 from vexpert.lora.keys import Piece, Slots, parse_key
 from vexpert.lora.names import Names, Place
 from vexpert.lora.types import ExpertsTarget, TargetMap
@@ -24,7 +31,7 @@ class Placed:
     experts: dict[str, Slots] = field(default_factory=dict)
     tokens: dict[str, Piece] = field(default_factory=dict)
     full: list[tuple[str, Piece]] = field(default_factory=list)
-    names: set[str] = field(default_factory=set)  # of all modules, as the file has them
+    factors: dict[str, Place] = field(default_factory=dict)  # by module, as the file names it
 
 
 def place(tensors: Tensors, targets: TargetMap) -> Placed:
@@ -40,7 +47,8 @@ def place(tensors: Tensors, targets: TargetMap) -> Placed:
         if piece is None or found is None or not _put(placed, piece, found, targets):
             (fixed if _is_fixed(piece, found, targets) else lost).append(key)
             continue
-        placed.names.add(piece.module)
+        if piece.part not in ("param", "tokens"):
+            placed.factors[piece.module] = found
         if piece.adapter:
             adapters.add(piece.adapter)
     if lost:
@@ -91,35 +99,35 @@ def _once(table: dict[K, Piece], at: K, piece: Piece) -> None:
 
 
 def _lost_message(lost: list[str], targets: TargetMap) -> str:
-    """Keys grouped by their shape of name, each group with the nearest module of the model."""
-    groups = Counter(_general(key) for key in lost)
-    known = sorted({_general(path) for path in targets.targets})
+    """All keys, grouped by their names, each group with the nearest module of the model."""
+    known = sorted({_readable(split_numbers(path)[0]) for path in targets.targets})
+    hints: dict[str, str] = {}
     lines = []
-    for group, count in groups.items():
-        near = get_close_matches(_module(group), known, 1, 0.5)
-        hint = f"; nearest module of the model: {near[0]}" if near else ""
-        lines.append(f"  {group} ({count} keys{hint})")
+    for group in grouped(lost)[: MOST_LINES + 1]:
+        if group.general not in hints:
+            near = get_close_matches(_module(group.general), known, 1, 0.5)
+            hints[group.general] = f"; nearest module of the model: {near[0]}" if near else ""
+        lines.append(f"  {group.text} ({counted(group.size, 'key')}{hints[group.general]})")
+    verb = "has" if len(lost) == 1 else "have"
     return (
-        f"{len(lost)} keys of the adapter have no place in {targets.architecture}:\n"
-        + "\n".join(lines)
-        + "\nThe adapter was made for another base model, or in a format that is not known."
+        f"{counted(len(lost), 'key')} of the adapter {verb} no place in {targets.architecture}:\n"
+        f"{limited(lines)}"
+        "\nThe adapter was made for another base model, or in a format that is not known."
     )
 
 
 def _fixed_message(fixed: list[str], targets: TargetMap) -> str:
-    groups = Counter(_general(key) for key in fixed)
     return (
-        f"{targets.architecture} has the modules of {len(fixed)} keys, but not as a plain "
-        "Linear or embedding, so one adapter alone cannot change them:\n"
-        + "\n".join(f"  {group} ({count} keys)" for group, count in groups.items())
-        + "\nTrain without them, or merge the adapter into the base model."
+        f"{targets.architecture} has the modules of {counted(len(fixed), 'key')}, but not as a "
+        f"plain Linear or embedding, so one adapter alone cannot change them:\n{key_lines(fixed)}\n"
+        "Train without them, or merge the adapter into the base model."
     )
 
 
-def _general(name: str) -> str:
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", name)
+def _readable(general: str) -> str:
+    return general.replace(HOLE, "N")
 
 
-def _module(group: str) -> str:
-    name = group.removeprefix("base_model.model.")
+def _module(general: str) -> str:
+    name = _readable(general).removeprefix("base_model.model.")
     return name.partition(".lora_")[0]

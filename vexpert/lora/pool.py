@@ -17,7 +17,7 @@ from vexpert.lora.cells import Cells
 from vexpert.lora.pack import PackedAdapter, SiteEntry, start_alignment
 from vexpert.lora.site_extras import ExtraEntry, SiteExtras, view_extras
 from vexpert.lora.tables import Tables, extent
-from vexpert.lora.types import TargetMap
+from vexpert.lora.types import LoraSignature, TargetMap
 from vexpert.ops.types import SiteTable
 
 
@@ -65,6 +65,10 @@ class SlotPool:
     @property
     def num_slots(self) -> int:
         return len(self._residents)
+
+    def signature(self, active_slots: tuple[int, ...]) -> LoraSignature:
+        """Of a step with these slots, one or more."""
+        return self._tables.signature(active_slots)
 
     def fits(self, nbytes: int) -> bool:
         """Whether an adapter of `nbytes` fits an empty arena."""

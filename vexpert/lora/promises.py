@@ -5,24 +5,20 @@ Other writers fill the config less exactly: there a name without tensors is a wa
 """
 
 import re
-from collections.abc import Callable, Iterable, Mapping, Set
+from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import AdapterConfig
 from vexpert.lora.formats.full import is_router
-from vexpert.lora.patterns import Clock, Matcher
-from vexpert.lora.types import (
-    ExpertsFactors,
-    ExpertsTarget,
-    Factors,
-    LinearTarget,
-    TargetMap,
-)
+from vexpert.lora.gaps import Gap, Gaps
+from vexpert.lora.key_lists import counted, grouped, key_lines, spans
+from vexpert.lora.keys import PREFIX
+from vexpert.lora.names import Place
+from vexpert.lora.selection import Selection
+from vexpert.lora.types import EmbeddingTarget, ExpertsFactors, Factors, LinearTarget, TargetMap
 from vexpert.lora.versions import is_pefts_own
-
-SECONDS = 1.0  # for target_modules and exclude_modules given as patterns
 
 
 @dataclass(frozen=True)
@@ -32,7 +28,7 @@ class Found:
     modules: Mapping[str, Factors | ExpertsFactors]
     tokens: Set[str]  # paths with trained token rows
     full: Set[str]  # parameters given whole, also where they equal the base's
-    names: Set[str]  # modules as the file names them
+    factors: Mapping[str, Place]  # modules with factors, as the file names them
 
     @property
     def full_modules(self) -> Set[str]:
@@ -44,10 +40,7 @@ def check_promises(config: AdapterConfig, targets: TargetMap, found: Found) -> l
     _check_full(config, targets, found)
     _check_tokens(config, targets, found)
     _check_biases(config, targets, found)
-    return [
-        *_check_factors("target_parameters", _parameters(config, targets, found), config, found),
-        *_check_modules(config, targets, found),
-    ]
+    return _check_factors(config, targets, found)
 
 
 def ends(paths: Iterable[str], name: str) -> bool:
@@ -96,106 +89,92 @@ def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> No
     ]
     if missing:
         raise AdapterError(
-            f"adapter_config.json: bias={config.bias!r}, but {len(missing)} biases are not in the "
-            f"file (first {missing[0]}): it is incomplete; save the adapter again, or say "
-            '"bias": "none" if they were not trained'
+            f"adapter_config.json: bias={config.bias!r}, but "
+            f"{counted(len(missing), 'bias', 'biases')} not in the file:\n"
+            f"{key_lines(missing, 'bias', 'biases')}\n"
+            'It is incomplete: save the adapter again, or say "bias": "none" if they were not '
+            "trained"
         )
 
 
-Expected = dict[str, dict[str, bool]]  # name in the config -> what it means -> is it there
-
-
-def _parameters(config: AdapterConfig, targets: TargetMap, found: Found) -> Expected:
-    have = dict(_have(targets, found))
-    return {
-        name: {key: there for key, there in have.items() if ends([key], name)}
-        for name in config.target_parameters
-    }
-
-
-def _have(targets: TargetMap, found: Found) -> Iterable[tuple[str, bool]]:
-    """(parameter, whether it has factors) of all that target_parameters can name."""
-    for path, target in targets.targets.items():
-        factors = found.modules.get(path)
-        if isinstance(target, ExpertsTarget):
-            pair = factors if isinstance(factors, ExpertsFactors) else ExpertsFactors()
-            first = "gate_up_proj" if target.has_gate else "up_proj"
-            yield f"{path}.{first}", pair.up is not None or pair.gate is not None
-            yield f"{path}.down_proj", pair.down is not None
-        else:
-            yield f"{path}.weight", factors is not None
-
-
-def _check_modules(config: AdapterConfig, targets: TargetMap, found: Found) -> list[str]:
+def _check_factors(config: AdapterConfig, targets: TargetMap, found: Found) -> list[str]:
+    """Warnings of modules without factors; AdapterError where PEFT would have saved them."""
+    gaps = Gaps(targets, found.factors, found.modules)
+    lost = gaps.parameters(config.target_parameters)
+    notes = []
     try:
-        expected = _modules(config, targets)
+        lost += gaps.modules(Selection(config))
     except AdapterError as error:
-        return [f"{error}; so whether the file is complete was not checked"]
-    there = {
-        name: {path: path in found.modules for path in paths} for name, paths in expected.items()
-    }
-    return _check_factors("target_modules", there, config, found)
-
-
-def _modules(config: AdapterConfig, targets: TargetMap) -> dict[str, list[str]]:
-    """Linear modules and embeddings by the name in target_modules that means them."""
-    wanted = config.target_modules
-    clock = Clock(SECONDS)
-    rules = {wanted: _rule("target_modules", wanted, clock)} if isinstance(wanted, str) else {}
-    if not isinstance(wanted, str):
-        rules = {name: _rule("target_modules", (name,), clock) for name in wanted}
-    excluded = _rule("exclude_modules", config.exclude_modules, clock)
-    layers = set(config.layers_to_transform if not isinstance(wanted, str) else ())
-    candidates = [
-        path
-        for path, target in targets.targets.items()
-        if not isinstance(target, ExpertsTarget)
-        and not any(f".{name}." in f".{path}." for name in config.modules_to_save)
-        and (not layers or _layer(path) in layers)
-    ]
-    return {
-        name: [path for path in candidates if rule(path) and not excluded(path)]
-        for name, rule in rules.items()
-    }
-
-
-def _rule(field: str, names: tuple[str, ...] | str, clock: Clock) -> Callable[[str], bool]:
-    if isinstance(names, str):
-        if not names:
-            return lambda path: False
-        return Matcher(field, names, rf"(?:{names})\Z", clock).matches
-    return lambda path: any(ends([path], name) for name in names)
-
-
-def _layer(path: str) -> int | None:
-    match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
-    return int(match[1]) if match else None
-
-
-def _check_factors(
-    field: str, expected: Expected, config: AdapterConfig, found: Found
-) -> list[str]:
-    """Warnings; AdapterError where a name has no tensors at all, or a layer has some of them."""
-    layers = {_layer(path) for path in found.modules}
-    lost: dict[str, None] = {}
-    for name, there in expected.items():
-        missing = [key for key, is_there in there.items() if not is_there]
-        torn = field == "target_parameters" and any(_layer(key) in layers for key in missing)
-        nothing = len(missing) == len(there) and not ends(found.names, name)
-        if missing and (torn or nothing) and _is_exact(config):
-            raise _incomplete(field, name, missing)
-        lost.update(dict.fromkeys(missing))
-    if not lost:
-        return []
-    gone = sorted({n for n in map(_layer, lost) if n is not None} - layers)
-    note = f"; layers {', '.join(map(str, gone))} have none at all" if gone else ""
-    return [
-        f"adapter_config.json: {field} names {len(lost)} modules of the model without factors in "
-        f"the file, which stay unchanged: {', '.join(list(lost)[:3])}"
-        f"{', ...' if len(lost) > 3 else ''}{note}"
-    ]
+        notes.append(f"{error}; so whether the file is complete was not checked")
+    sure = [gap for gap in lost if gap.by and gap.is_sure]
+    if sure and _is_exact(config):
+        raise _lost_error(sure, targets)
+    return [*notes, *_gap_warnings(lost, found)]
 
 
 def _is_exact(config: AdapterConfig) -> bool:
     """Whether PEFT wrote the config, which then names no more than was saved."""
     return config.names_version or is_pefts_own(config.fields)
+
+
+def _lost_error(lost: list[Gap], targets: TargetMap) -> AdapterError:
+    names = {gap.field: dict.fromkeys(g.by for g in lost if g.field == gap.field) for gap in lost}
+    named = " and ".join(f"{field} names {_listed(names[field])}" for field in names)
+    keys = [key for gap in lost for key in _keys(gap, targets)]
+    return AdapterError(
+        f"adapter_config.json: {named}, but {counted(len(keys), 'key')} that PEFT saves for that "
+        f"{'is' if len(keys) == 1 else 'are'} not in the file:\n{key_lines(keys)}\n"
+        f"The file is incomplete: save the adapter again. {_remedy(names)}"
+    )
+
+
+def _keys(gap: Gap, targets: TargetMap) -> list[str]:
+    is_table = isinstance(targets.targets[gap.path], EmbeddingTarget)
+    form = "lora_embedding_{}" if is_table else "lora_{}.weight"
+    return [f"{PREFIX}{gap.name}.{form.format(part)}" for part in "AB"]
+
+
+def _remedy(fields: Collection[str]) -> str:
+    ways = []
+    if "target_modules" in fields:
+        ways.append("exclude_modules or layers_to_transform")
+    if "target_parameters" in fields:
+        ways.append("the full names of those that are there in target_parameters")
+    how = " and ".join(ways)
+    return f"If they were left out on purpose, say so in adapter_config.json with {how}."
+
+
+def _listed(names: Iterable[str], most: int = 5) -> str:
+    """Names for a message, the first few of many."""
+    found = [shown(name) for name in names]
+    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+
+
+def _gap_warnings(lost: list[Gap], found: Found) -> list[str]:
+    """One sentence for each field of the config, one for what no field is about."""
+    layers = {layer_of(path) for path in found.modules}
+    by_field: dict[str, list[Gap]] = {}
+    for gap in lost:
+        by_field.setdefault(gap.field if gap.by else "", []).append(gap)
+    return [_gap_warning(field, gaps, layers) for field, gaps in by_field.items()]
+
+
+def _gap_warning(field: str, gaps: list[Gap], layers: Set[int | None]) -> str:
+    what = f"{counted(len(gaps), 'module')} of the model without factors in the file"
+    if field:
+        what = f"adapter_config.json: {field} names {what}; unchanged"
+    else:
+        whose = "its" if len(gaps) == 1 else "their"
+        what = f"{what}, though others of {whose} kind have them; unchanged"
+    groups = [group.text for group in grouped(gap.name for gap in gaps)]
+    more = ", ..." if len(groups) > 3 else ""
+    gone = sorted({n for n in (layer_of(gap.path) for gap in gaps) if n is not None} - layers)
+    whose = f"layer {gone[0]} has" if len(gone) == 1 else f"layers {spans(gone)} have"
+    note = f"; {whose} none at all" if gone else ""
+    return f"{what}: {', '.join(groups[:3])}{more}{note}"
+
+
+def layer_of(path: str) -> int | None:
+    """The number of the layer that a module of the model lies in."""
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
+    return int(match[1]) if match else None

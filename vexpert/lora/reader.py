@@ -17,12 +17,14 @@ from vexpert.lora.adapter_config import (
 )
 from vexpert.lora.checks import largest_in
 from vexpert.lora.extras import NOTHING, require_supported
-from vexpert.lora.files import Tensors, read_tensors
+from vexpert.lora.files import NO_FOLDER, Tensors, read_tensors
 from vexpert.lora.formats import fused, per_expert
 from vexpert.lora.formats.context import Context
 from vexpert.lora.formats.full import BaseWeight, FullParameters, read_full
 from vexpert.lora.formats.linear import read_linear
 from vexpert.lora.formats.tokens import read_tokens
+from vexpert.lora.halves import check_halves
+from vexpert.lora.key_lists import counted, grouped
 from vexpert.lora.keys import Piece, Slots
 from vexpert.lora.memory_source import AdapterTensors
 from vexpert.lora.placing import Placed, place
@@ -47,7 +49,7 @@ def read_adapter(
     lora_B_layout: str | None = None,
     supported: frozenset[str] = NOTHING,
     base_weight: BaseWeight | None = None,
-    model_name: str | None = None,
+    model_names: tuple[str, ...] = (),
 ) -> AdapterWeights:
     """The adapter in folder `path` in canonical form, on the host, in memory of its own.
 
@@ -56,7 +58,7 @@ def read_adapter(
     `supported`: extras (`vexpert.lora.extras.EXTRAS`) that the caller can apply.
     `base_weight`: the base model's parameter by name, to tell unchanged copies in the file from
     trained ones; without it copies under LoRA are taken as unchanged, with a warning.
-    `model_name`: of the model served, to warn where the adapter's config names another one.
+    `model_names`: of the model served, to warn where the adapter's config names another one.
 
     AdapterError: anything is missing, broken, not understood, or for another model; nothing is
     ever left out.
@@ -67,12 +69,13 @@ def read_adapter(
         context = Context(
             config, _layout(config, lora_B_layout), max_rank, largest_in(tensors.values())
         )
-        context.warnings += [*config.warnings, *_other_base(config, model_name)]
+        context.warnings += [*config.warnings, *_other_base(config, model_names)]
         weights = _read(tensors, targets, context, base_weight)
         _check_layout_used(context, lora_B_layout)
         require_supported(weights.extras, supported, context.examples)
     except AdapterError as error:
-        raise AdapterError(_encodable(f"adapter {source}: {error}")) from error
+        known = str(error).startswith(str(source))  # a file's error names its path
+        raise AdapterError(_encodable(str(error) if known else f"{source}: {error}")) from error
     return replace(weights, warnings=tuple(map(_encodable, _warnings(context))))
 
 
@@ -95,7 +98,7 @@ def _open_files(source: Path | AdapterTensors) -> tuple[AdapterConfig, Tensors]:
     if isinstance(source, AdapterTensors):
         return parse_config(source.config), source.checked()
     if not source.is_dir():
-        raise AdapterError("no such folder; give a local folder with adapter_config.json")
+        raise AdapterError(NO_FOLDER)
     return read_config(source), read_tensors(source)
 
 
@@ -104,12 +107,13 @@ def _read(
 ) -> AdapterWeights:
     """Everything but the warnings, which are in `context`."""
     placed = place(tensors, targets)
+    check_halves(placed)
     reading = _Reading(targets, context)
     reading.read(placed)
     full = read_full(placed.full, targets, base_weight, context)
     context.examples += full.examples
     _check_once(reading, full)
-    found = Found(reading.modules, set(reading.tokens), full.names, placed.names)
+    found = Found(reading.modules, set(reading.tokens), full.names, placed.factors)
     _check_tying(context.config, found)
     context.warnings += check_promises(context.config, targets, found)
     return AdapterWeights(
@@ -233,14 +237,14 @@ def _family(name: str) -> str:
     return re.sub(r"(For[A-Z].*|Model|LMHeadModel)$", "", name)
 
 
-def _other_base(config: AdapterConfig, model_name: str | None) -> list[str]:
+def _other_base(config: AdapterConfig, model_names: tuple[str, ...]) -> list[str]:
     """A warning where the config names another base model than the one served."""
-    named, served = _short(config.base_model), _short(model_name or "")
-    if not named or not served or named == served:
+    named, served = _short(config.base_model), [_short(name) for name in model_names]
+    if not named or not any(served) or named in served:
         return []
     return [
-        f"adapter_config.json names the base model {shown(config.base_model)}, {model_name} is "
-        "served: right only if both have the same weights"
+        f"adapter_config.json names the base model {shown(config.base_model)}, but "
+        f"{shown(model_names[-1])} is served: right only if both have the same weights"
     ]
 
 
@@ -273,6 +277,12 @@ def _check_tying(config: AdapterConfig, found: Found) -> None:
         )
 
 
+def _some(names: list[str]) -> str:
+    """The first groups of names, for a warning."""
+    groups = [group.text for group in grouped(names)]
+    return ", ".join(groups[:3]) + (", ..." if len(groups) > 3 else "")
+
+
 def _warnings(context: Context) -> tuple[str, ...]:
     """Everything worth telling, one sentence each."""
     found = list(context.warnings)
@@ -280,20 +290,20 @@ def _warnings(context: Context) -> tuple[str, ...]:
         found.append("every lora_B is zero: the adapter changes nothing (never trained?)")
     elif context.zero:
         found.append(
-            f"lora_B is zero in {len(context.zero)} of {context.pairs} pairs, first "
-            f"{context.zero[0]} (a shard that was not gathered before saving?)"
+            f"lora_B is zero in {len(context.zero)} of {context.pairs} pairs, "
+            f"{_some(context.zero)} (a shard that was not gathered before saving?)"
         )
     if context.zero_a:
         found.append(
-            f"lora_A is zero in {len(context.zero_a)} of {context.pairs} pairs, first "
-            f"{context.zero_a[0]}: they change nothing (a shard that was not gathered?)"
+            f"lora_A is zero in {len(context.zero_a)} of {context.pairs} pairs, "
+            f"{_some(context.zero_a)}: they change nothing (a shard that was not gathered?)"
         )
     if context.assumed:
         more = len(context.assumed) - 1
         found.append(next(iter(context.assumed)) + (f" ({more} more like this)" if more else ""))
     if context.other_ranks:
         found.append(
-            f"{len(context.other_ranks)} ranks in the file differ from adapter_config.json, first "
+            f"{counted(len(context.other_ranks), 'rank')} unlike adapter_config.json, first "
             f"{next(iter(context.other_ranks))}; the file counts, alpha is divided by its rank"
         )
     return tuple(found)

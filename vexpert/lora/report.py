@@ -1,6 +1,5 @@
 """What an adapter folder holds, as data: from the files alone, or placed in a model."""
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -9,6 +8,7 @@ import torch
 
 from vexpert.lora.adapter_config import AdapterConfig, read_config
 from vexpert.lora.files import Tensors, read_tensors
+from vexpert.lora.key_lists import HOLE, grouped, split_numbers
 from vexpert.lora.keys import parse_key
 from vexpert.lora.types import AdapterWeights, ExpertsFactors, Factors
 from vexpert.lora.versions import possible_eras
@@ -18,7 +18,7 @@ from vexpert.lora.versions import possible_eras
 class FileRow:
     """Tensors of one kind of module and one part, over all layers and experts."""
 
-    module: str  # numbers of layers and experts are N
+    module: str  # numbers of layers and experts as sets: layers.{0-3}; N where that is not exact
     part: str  # A, B, ..., or the name of a full parameter
     count: int
     shapes: tuple[tuple[int, ...], ...]  # distinct ones
@@ -69,27 +69,33 @@ def file_facts(folder: Path) -> tuple[AdapterConfig, Tensors]:
 
 def file_rows(tensors: Tensors) -> tuple[FileRow, ...]:
     """The tensors grouped by module and part."""
-    groups: dict[tuple[str, str], list[torch.Tensor]] = {}
+    groups: dict[tuple[str, str], list[tuple[str, torch.Tensor]]] = {}
     for key, tensor in tensors.items():
-        groups.setdefault(_general(key, tensor), []).append(tensor)
+        module, part = _module(key, tensor)
+        groups.setdefault((split_numbers(module)[0], part), []).append((module, tensor))
     return tuple(
         FileRow(
-            module,
+            _together(general, [module for module, _ in found]),
             part,
             len(found),
-            tuple(sorted({tuple(x.shape) for x in found})),
-            tuple(sorted({str(x.dtype).removeprefix("torch.") for x in found})),
+            tuple(sorted({tuple(x.shape) for _, x in found})),
+            tuple(sorted({str(x.dtype).removeprefix("torch.") for _, x in found})),
         )
-        for (module, part), found in groups.items()
+        for (general, part), found in groups.items()
     )
 
 
-def _general(key: str, tensor: torch.Tensor) -> tuple[str, str]:
+def _together(general: str, modules: list[str]) -> str:
+    groups = grouped(modules)
+    return groups[0].text if len(groups) == 1 else general.replace(HOLE, "N")
+
+
+def _module(key: str, tensor: torch.Tensor) -> tuple[str, str]:
     piece = parse_key(key, tensor)
     module, part = (key, "not understood") if piece is None else (piece.module, piece.part)
     if piece is not None and part == "param":
         part = piece.param
-    return re.sub(r"(?<=\.)\d+(?=\.|$)", "N", module), part
+    return module, part
 
 
 def producer(config: AdapterConfig, tensors: Tensors) -> str:

@@ -11,6 +11,7 @@ import torch
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.build_extras import build_extras
+from vexpert.lora.files import NO_FOLDER
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.json_files import check_regular
 from vexpert.lora.memory_source import AdapterTensors, adapter_tensors
@@ -96,10 +97,7 @@ def observe(path: Path) -> Fingerprint:
     """`fingerprint`, with an AdapterError when the files cannot be looked at."""
     try:
         if not path.exists():
-            raise AdapterError(
-                f"adapter path {shown(str(path), 300)} does not exist; "
-                "give a folder with adapter_config.json and its weights"
-            )
+            raise AdapterError(f"{shown(str(path), 300)}: {NO_FOLDER}")
         return fingerprint(path)
     except AdapterError:
         raise

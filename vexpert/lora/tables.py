@@ -9,7 +9,12 @@ import torch
 
 from vexpert.lora.cells import Cells
 from vexpert.lora.pack import SiteEntry, factor_alignment
+from vexpert.lora.types import LoraSignature
 from vexpert.ops.types import LoraSite, SiteTable
+
+RANK_STEP = 16  # shrunk rows are so many columns wide, or a multiple: as Triton's dots need it
+COUNTS = (1, 2, 4, 8, 32, 128, 512)  # of active adapters, told apart by signatures
+MOST_SIGNATURES = 4096  # remembered
 
 
 def site_values(entry: SiteEntry, base: int) -> list[int]:
@@ -32,6 +37,11 @@ def extent(entry: SiteEntry, site: LoraSite) -> int:
     return max(ends)
 
 
+def count_class(adapters: int) -> int:
+    """The least of COUNTS that is not below `adapters`; above them, `adapters` itself."""
+    return next((count for count in COUNTS if count >= adapters), adapters)
+
+
 class Tables:
     """SiteTables of every site over `num_slots` slots, all zero at first: no slot adapts anything.
 
@@ -45,6 +55,10 @@ class Tables:
             self.first_row.append(rows)
             rows += 3 + 4 * len(site.slices)
         self.host = torch.zeros(rows, num_slots, dtype=torch.int64)
+        self._ranks = np.zeros((len(sites), num_slots), dtype=np.int64)  # `host_rank` of all sites
+        self._signatures: dict[
+            tuple[int, ...], LoraSignature
+        ] = {}  # of active slots, until a write
         self.device = torch.zeros(rows, num_slots, dtype=torch.int64, device=arena.device)
         self._first = np.array(self.first_row, dtype=np.int64)
         ends = [*self.first_row[1:], rows]
@@ -72,8 +86,11 @@ class Tables:
         if self.device.is_cuda:
             column = column.pin_memory().to(self.device.device, non_blocking=True)
         self.device[:, slot] = column
-        for table, rank in zip(self.site_tables, values[self._first].tolist(), strict=True):
+        ranks = values[self._first]
+        for table, rank in zip(self.site_tables, ranks.tolist(), strict=True):
             table.host_rank[slot] = rank
+        self._ranks[:, slot] = ranks
+        self._signatures.clear()
 
     def clear(self, slot: int) -> None:
         """The slot adapts nothing."""
@@ -81,6 +98,20 @@ class Tables:
         self.device[:, slot].zero_()
         for table in self.site_tables:
             table.host_rank[slot] = 0
+        self._ranks[:, slot] = 0
+        self._signatures.clear()
+
+    def signature(self, active_slots: tuple[int, ...]) -> LoraSignature:
+        """Of a step with these slots, one or more: ranks and count rounded up."""
+        found = self._signatures.get(active_slots)
+        if found is None:
+            most = self._ranks[:, list(active_slots)].max(axis=1)
+            widths = -(-most // RANK_STEP) * RANK_STEP
+            found = LoraSignature(tuple(widths.tolist()), count_class(len(active_slots)))
+            if len(self._signatures) >= MOST_SIGNATURES:
+                self._signatures.clear()
+            self._signatures[active_slots] = found
+        return found
 
     def check_empty(self, slots: list[int]) -> None:
         """Assert that `slots` adapt nothing."""
@@ -88,11 +119,14 @@ class Tables:
         assert not self.device[:, slots].any(), "the device table of an empty slot is not"
         for table in self.site_tables:
             assert not any(table.host_rank[slot] for slot in slots), "host rank of an empty slot"
+        assert not self._ranks[:, slots].any(), "rank matrix of an empty slot"
 
     def check_slot(self, slot: int, entries: tuple[SiteEntry, ...], base: int) -> None:
         """Assert that mirror, device and host ranks say exactly what `entries` at `base` are."""
         expected = self.column(entries, base)
         assert torch.equal(self.host[:, slot], expected), f"host table of slot {slot} is wrong"
         assert torch.equal(self.device[:, slot].cpu(), expected), f"device table of slot {slot}"
-        for first, table in zip(self.first_row, self.site_tables, strict=True):
+        ranks = self._ranks[:, slot].tolist()
+        for first, table, rank in zip(self.first_row, self.site_tables, ranks, strict=True):
             assert table.host_rank[slot] == int(expected[first]), f"host rank of slot {slot}"
+            assert table.host_rank[slot] == rank, f"rank matrix of slot {slot}"

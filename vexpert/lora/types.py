@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vexpert.lora.info import AdapterInfo as AdapterInfo  # also read from here
+from vexpert.lora.info import TierUsage as TierUsage
 from vexpert.lora.site_extras import SiteExtra, SiteExtras
 from vexpert.ops.types import LoraSite, SiteTable
 
@@ -172,50 +174,21 @@ class Wait(enum.Enum):
 
 
 @dataclass(frozen=True)
-class AdapterInfo:
-    """What users may see of an adapter."""
+class LoraSignature:
+    """All that the host decides by when it launches a step's LoRA: bounds, never exact values.
 
-    name: str
-    version: int
-    path: str  # "from memory" where there are no files
-    state: str  # registered, loading, host, device, errored, draining
-    rank: int  # largest rank of its factors; 0 before its first read
-    host_bytes: int  # what its host copy takes; 0: there is none
-    device_bytes: int  # what it takes in the arena, extras included; 0: it is not there
-    slot: int  # -1: not on the device
-    error: str | None = None
-    warnings: tuple[str, ...] = ()
-    tier: str = "disk"  # device, host or disk: the fastest place that has its weights
-    pinned: bool = False  # stays on the device once there
-    requests: int = 0  # that wait or run
-    last_use: float | None = None  # seconds since the epoch, when a request last began or ended
-    loads: int = 0  # reads from disk, or from memory
-    load_seconds: float = 0.0  # of the last of them: read, checked and packed
-    evictions: int = 0  # from the device
+    Steps with equal signatures launch the same kernels, so they may replay one captured graph.
+    """
 
+    ranks: tuple[int, ...]  # by site, no active adapter has more there; 0: none adapts it
+    adapters: int  # no more are active
 
-@dataclass(frozen=True)
-class TierUsage:
-    """Bytes and adapters in each tier."""
+    def __hash__(self) -> int:
+        return self._hash
 
-    known: int = 0  # adapters by name
-    device_bytes: int = 0  # budget
-    device_used: int = 0  # blocks in use
-    device_payload: int = 0  # of them, weights; the rest is padding
-    device_adapters: int = 0
-    host_bytes: int = 0  # budget
-    host_used: int = 0
-    host_adapters: int = 0
-    loading: int = 0  # adapters that are read, or wait for a loader thread
-    loads: int = 0  # counters, which only grow
-    load_seconds: float = 0.0
-    errors: int = 0
-    evictions: int = 0  # from the device
-
-    @property
-    def waste(self) -> float:
-        """Share of the blocks in use that is padding."""
-        return 1 - self.device_payload / self.device_used if self.device_used else 0.0
+    @functools.cached_property
+    def _hash(self) -> int:
+        return hash((self.ranks, self.adapters))
 
 
 @dataclass(frozen=True)
@@ -226,6 +199,12 @@ class BatchView:
     logit_slots: torch.Tensor  # [n] int64: slot of each row that lm_head computes
     active_slots: tuple[int, ...]  # distinct slots >= 0 of this step, ascending, on the host
     use_virtual_experts: bool = True
+    signature: LoraSignature | None = None  # None: layers look at the tables of `active_slots`
+
+    @property
+    def most_adapters(self) -> int:
+        """No more adapters are active; the same for all steps of one signature."""
+        return len(self.active_slots) if self.signature is None else self.signature.adapters
 
 
 NO_EXTRAS: dict[int, list[tuple[int, SiteExtra]]] = {}

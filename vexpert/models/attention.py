@@ -1,5 +1,8 @@
 """Attention over the paged cache, as a function of transformers' AttentionInterface.
 
+With the Triton backend it runs as kernels over the cache (`ops/attention.py`). On a CPU, and for
+latent attention, whole contexts are gathered and go through PyTorch's own attention.
+
 A layer keeps keys and values [num_blocks * block_size, Hkv, d], or the compressed latents of
 multi-head latent attention in the same layout with one head. The step's metadata comes from the
 layer object that sits on the attention module, so several models live in one process.
@@ -14,6 +17,7 @@ from torch.nn import functional
 
 from vexpert.models.masks import MaskKind
 from vexpert.models.plan import Group, StepPlan
+from vexpert.ops import attention as ops
 
 NAME = "vexpert"
 SCORES_AT_ONCE = 1 << 26  # elements of float32 scores that the explicit softmax holds: 256 MiB
@@ -36,6 +40,15 @@ def _finite(values: torch.Tensor) -> torch.Tensor:
     return torch.nan_to_num(values, nan=0.0, posinf=0.0, neginf=0.0)
 
 
+@dataclass(frozen=True)
+class Softmax:
+    """How scores become weights: factor, optional cap of tanh, optional sink logit of each head."""
+
+    scaling: float
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None  # [Hq]
+
+
 class AttentionLayer:
     """Cache and mask kind of one attention module. `key_shape`, `value_shape`: (heads, width)."""
 
@@ -46,12 +59,14 @@ class AttentionLayer:
         key_shape: tuple[int, int],
         value_shape: tuple[int, int],
         is_latent: bool,
+        use_kernels: bool = False,
     ) -> None:
         self.context = context
         self.kind = kind
         self.key_shape = key_shape
         self.value_shape = value_shape
         self.is_latent = is_latent
+        self.use_kernels = use_kernels and not is_latent
         self.keys = torch.empty(0)
         self.values = torch.empty(0)
 
@@ -69,6 +84,10 @@ class AttentionLayer:
     def write(self, key: torch.Tensor, value: torch.Tensor) -> None:
         """Put the step's key and value [1, Hkv, T, d] into the cache, in place."""
         rows = self.context.running.step.cache_rows
+        if self.use_kernels:
+            tokens = key[0].transpose(0, 1), value[0].transpose(0, 1)
+            ops.write_cache(*tokens, rows, self.keys, self.values)
+            return
         # What is not finite (an adapter with broken weights) must not stay in a block: its next
         # owner gives unwritten rows the weight zero, and zero times NaN is NaN.
         self.keys.index_copy_(0, rows, _finite(key[0].transpose(0, 1)))
@@ -80,6 +99,20 @@ class AttentionLayer:
         found = cache.view(-1, size * cache.shape[1] * cache.shape[2]).index_select(0, blocks)
         return found.view(sequences, -1, cache.shape[1], cache.shape[2])
 
+    def attend(self, query: torch.Tensor, softmax: Softmax) -> torch.Tensor:
+        """Attention of query [T, Hq, d] over what the cache holds: [T, Hq, d of value]."""
+        return ops.paged_attention(
+            query,
+            self.keys,
+            self.values,
+            self.context.running.attention_batch,
+            scaling=softmax.scaling,
+            window=self.kind.window,
+            chunk=self.kind.chunk,
+            softcap=softmax.softcap,
+            sinks=softmax.sinks,
+        )
+
     def latent_context(self) -> tuple[torch.Tensor, torch.Tensor]:
         """Cached latents of all sequences of the step, [1, 1, context_size, width] each."""
         plan = self.context.running
@@ -87,15 +120,6 @@ class AttentionLayer:
         blocks = parts[0] if len(parts) == 1 else torch.cat(parts)
         latents = self.read(self.keys, blocks, 1).transpose(1, 2)
         return latents, self.read(self.values, blocks, 1).transpose(1, 2)
-
-
-@dataclass(frozen=True)
-class Softmax:
-    """How scores become weights: factor, optional cap of tanh, optional sink logit of each head."""
-
-    scaling: float
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [Hq]
 
 
 def paged_attention(
@@ -121,6 +145,8 @@ def paged_attention(
         layer.write(key, value)
         key = value = query  # never read: the context comes from the cache
     rows = query[0].transpose(0, 1)
+    if layer.use_kernels:
+        return layer.attend(rows, softmax)[None], None
     return _attend_groups(layer, rows, key, value, softmax)[None], None
 
 

@@ -1,31 +1,23 @@
 """From a name or folder to a transformers model on the device, with its weights."""
 
 import importlib.util
+import json
 import os
 from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GenerationConfig
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError, ModelError
 from vexpert.log import get_logger
+from vexpert.models.tokenizer import model_source
 
 logger = get_logger(__name__)
 
-MIN_VOCAB = 8  # fewer tokens than any text needs
 PATH_PREFIXES = ("/", "./", "../", "~")  # no Hugging Face name starts so
-
-
-def model_source(config: EngineConfig) -> str:
-    """Folder or Hugging Face name of the model; an empty one means the bundled demo model."""
-    if config.model:
-        return config.model
-    from vexpert.demo import model_path
-
-    return str(model_path())
 
 
 def read_config(config: EngineConfig) -> Any:
@@ -59,20 +51,15 @@ def _check_folder(source: str) -> None:
         )
 
 
-def read_tokenizer(config: EngineConfig) -> Any:
-    """The tokenizer that `config` names, or the model's own."""
-    source = config.tokenizer or model_source(config)
+def original_name(source: str) -> str:
+    """What the config of a model's folder says the model is called; "" where it does not."""
+    path = Path(source) / "config.json"
     try:
-        tokenizer = AutoTokenizer.from_pretrained(
-            source, trust_remote_code=config.trust_remote_code
-        )
-    except (OSError, ValueError, KeyError) as error:
-        raise ModelError(
-            f"no tokenizer in {source!r}: {error}; name another with --tokenizer"
-        ) from error
-    if tokenizer.vocab_size < MIN_VOCAB:  # transformers makes one up where there are no files
-        raise ModelError(f"no tokenizer in {source!r}; name another with --tokenizer")
-    return tokenizer
+        raw = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError):  # a name and no folder; whoever loads it says what is wrong
+        return ""
+    name = raw.get("_name_or_path") if isinstance(raw, dict) else None
+    return name if isinstance(name, str) else ""
 
 
 def choose_device(name: str) -> torch.device:

@@ -9,6 +9,7 @@ from torch import nn
 
 from vexpert.errors import ModelError
 from vexpert.moe.types import ExpertWeights, MoeHooks
+from vexpert.ops.types import Finish
 
 NAME = "vexpert"
 
@@ -22,6 +23,7 @@ class Runner(Protocol):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         hooks: MoeHooks | None = None,
+        finish: Finish | None = None,
     ) -> torch.Tensor: ...
 
 
@@ -33,6 +35,7 @@ class ExpertsLayer:
     runner: Runner | None = None
     hooks: Callable[[], MoeHooks | None] | None = None
     calls: int = 0
+    finish: Finish | None = None  # of the next call; see `models/fused_layer.py`
 
     def __call__(
         self, hidden: torch.Tensor, topk_ids: torch.Tensor, topk_weights: torch.Tensor
@@ -41,7 +44,9 @@ class ExpertsLayer:
         if self.runner is None:
             self.calls += 1
             return torch.zeros_like(hidden)
-        return self.runner(hidden, topk_ids, topk_weights, self.hooks() if self.hooks else None)
+        finish, self.finish = self.finish, None
+        hooks = self.hooks() if self.hooks else None
+        return self.runner(hidden, topk_ids, topk_weights, hooks, finish)
 
 
 def experts_forward(

@@ -1,7 +1,7 @@
 """Loads a model and swaps in our attention, experts and LoRA-aware layers."""
 
 import inspect
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from transformers import AttentionInterface
@@ -20,17 +20,19 @@ from vexpert.models.checkpoint import (
     choose_device,
     choose_dtype,
     eos_token_ids,
-    model_source,
     read_config,
-    read_tokenizer,
 )
 from vexpert.models.probe import Probe
 from vexpert.models.served import TransformersModel
 from vexpert.models.support import check_supported, longest_context
 from vexpert.models.swap import attach_runners, swap_head, swap_layers
 from vexpert.models.targets import build_targets
+from vexpert.models.tokenizer import model_source, read_tokenizer
 from vexpert.models.types import ModelInfo, ServedModel
 from vexpert.ops.backend import select_backend
+
+if TYPE_CHECKING:
+    from vexpert.models.fuse import Fusions
 
 logger = get_logger(__name__)
 
@@ -72,13 +74,17 @@ def serve(
     attach_runners(experts_layers, backend)
     if backend.name == "numba":
         _compile_norms(model)
+    fusions = _fuse(model, seen, cache_name, experts_layers) if backend.name == "triton" else None
     if config.enable_lora:
         swap_layers(model, targets, experts_layers, states, seen.on_context, backend)
     else:
         swap_head(model)
         targets = TargetMap(text.model_type, type(model).__name__, {}, ())
+    if fusions is not None:
+        fusions.pack(backend)
+        fusions.report()
     context = StepContext()
-    layers = _attach_attention(seen, context)
+    layers = _attach_attention(seen, context, backend.name == "triton")
     by_index = {
         call.layer_idx: layer
         for call, layer in zip(seen.calls, layers, strict=True)
@@ -95,6 +101,17 @@ def serve(
         cache=StepCache(context, by_index),
         cache_name=cache_name,
     )
+
+
+def _fuse(
+    model: Any, seen: Probe, cache_name: str, layers: dict[str, experts.ExpertsLayer]
+) -> "Fusions":
+    """Fuse what can be; the model is set to our attention again."""
+    from vexpert.models.fuse import fuse  # needs triton
+
+    fusions = fuse(model, seen, cache_name, layers)
+    model.set_attn_implementation(attention.NAME)
+    return fusions
 
 
 def _compile_norms(model: Any) -> None:
@@ -136,11 +153,12 @@ def _observe(
     return seen
 
 
-def _attach_attention(seen: Probe, context: StepContext) -> list[AttentionLayer]:
+def _attach_attention(seen: Probe, context: StepContext, use_kernels: bool) -> list[AttentionLayer]:
     """Put an AttentionLayer on each attention module, in the order they run."""
     layers = []
     for call in seen.calls:
-        layer = AttentionLayer(context, call.kind, call.key_shape, call.value_shape, call.is_latent)
+        shapes = call.key_shape, call.value_shape
+        layer = AttentionLayer(context, call.kind, *shapes, call.is_latent, use_kernels)
         call.module.vexpert_layer = layer  # type: ignore[assignment]
         layers.append(layer)
     return layers

@@ -9,9 +9,10 @@ from vexpert.config import EngineConfig
 from vexpert.errors import ModelError
 from vexpert.log import get_logger
 from vexpert.lora.types import TargetMap
-from vexpert.models.checkpoint import choose_dtype, model_source, read_config
+from vexpert.models.checkpoint import choose_dtype, read_config
 from vexpert.models.loader import find_targets
 from vexpert.models.support import check_supported
+from vexpert.models.tokenizer import model_source
 
 logger = get_logger(__name__)
 

@@ -1,15 +1,18 @@
 """Index arrays of one step: built once, reused by the attention of every layer.
 
+Kernels of paged attention take `attention_batch`. Without them, and for latent attention:
 Sequences with equally few queries form one padded group (all decodes are one group); a longer
 prefill chunk is a group of its own. Keys are read by whole blocks.
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
 from vexpert.models.masks import MaskKind
 from vexpert.models.types import StepInput
+from vexpert.ops.attention import AttentionBatch
 
 SMALL_QUERY = 8  # chunks up to this length are padded together; longer ones would waste the padding
 
@@ -40,10 +43,21 @@ class StepPlan:
     def __init__(self, step: StepInput, block_size: int) -> None:
         self.step = step
         self.block_size = block_size
-        self.num_tokens = sum(step.query_lens)
-        self.groups = _make_groups(step)
         self._keys: dict[MaskKind, tuple[Keys, ...]] = {}
         self._head_masks: dict[tuple[MaskKind, int], tuple[torch.Tensor, ...]] = {}
+
+    @cached_property
+    def attention_batch(self) -> AttentionBatch:
+        """The step for attention kernels. May be set before its first use: to a graph's own."""
+        return self.step.attention_batch(self.block_size)
+
+    @cached_property
+    def groups(self) -> tuple[Group, ...]:
+        return _make_groups(self.step)
+
+    @property
+    def num_tokens(self) -> int:
+        return sum(self.step.query_lens)
 
     def keys(self, kind: MaskKind) -> tuple[Keys, ...]:
         """Keys of each group under `kind`."""

@@ -1,12 +1,13 @@
 """A transformers model as the engine sees it: facts, targets, cache and forward."""
 
+import dataclasses
 import functools
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
-from vexpert.lora.types import BatchView, LoraState, TargetMap
+from vexpert.lora.types import LoraState, TargetMap
 from vexpert.models.attention import AttentionLayer, StepContext
 from vexpert.models.cache import StepCache
 from vexpert.models.masks import MaskKind
@@ -45,9 +46,19 @@ class TransformersModel:
         for layer in self.layers:
             layer.allocate(num_blocks, block_size, self.info.dtype, self.info.device)
 
-    @torch.inference_mode()
+    def why_not_captured(self) -> str | None:
+        """Why a step of one token a sequence cannot become a CUDA graph, or None."""
+        if self._latent_kind() is not None:
+            return "latent attention gathers its context by lengths that only the host knows"
+        return None
+
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [n, vocab_size] float32 of `step.logit_rows`; writes the step's KV in place."""
+        return self.raw_logits(step).float()
+
+    @torch.inference_mode()
+    def raw_logits(self, step: StepInput) -> torch.Tensor:
+        """The same in the model's own dtype."""
         assert self.block_size, "allocate_cache comes first"
         plan = StepPlan(step, self.block_size)
         self._begin(plan)
@@ -64,7 +75,7 @@ class TransformersModel:
             self.context.plan = None
             self.lora.set_view(None)
             self.context_lora.set_view(None)
-        return logits[0].float()
+        return logits[0]
 
     def _begin(self, plan: StepPlan) -> None:
         """Show `plan` and its adapters to the layers."""
@@ -78,9 +89,7 @@ class TransformersModel:
         slots = plan.context_slots(kind, view.slots)
         self.context_lora.tables = self.lora.tables
         self.context_lora.installed = self.lora.installed
-        self.context_lora.set_view(
-            BatchView(slots, view.logit_slots, view.active_slots, view.use_virtual_experts)
-        )
+        self.context_lora.set_view(dataclasses.replace(view, slots=slots))
 
     def _latent_kind(self) -> MaskKind | None:
         return next((layer.kind for layer in self.layers if layer.is_latent), None)

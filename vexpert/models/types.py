@@ -75,3 +75,9 @@ class ServedModel(Protocol):
 
     def forward(self, step: StepInput) -> torch.Tensor:
         """Logits [n, vocab_size] float32 of `step.logit_rows`; writes the step's KV in place."""
+
+    def raw_logits(self, step: StepInput) -> torch.Tensor:
+        """The same in the model's own dtype."""
+
+    def why_not_captured(self) -> str | None:
+        """Why a step of one token a sequence cannot become a CUDA graph, or None."""

@@ -7,7 +7,7 @@ from vexpert.log import get_logger, log_once
 from vexpert.moe.types import ExpertWeights, MoeHooks, PairRows
 from vexpert.ops.activation import recognise
 from vexpert.ops.backend import Arrangement, FusedExperts, LoraBackend
-from vexpert.ops.types import ExpertsTensors
+from vexpert.ops.types import ExpertsTensors, Finish
 
 logger = get_logger(__name__)
 
@@ -31,14 +31,17 @@ class MoeRunner:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         hooks: MoeHooks | None = None,
+        finish: Finish | None = None,
     ) -> torch.Tensor:
         """hidden [T, H], topk_ids [T, K] int64, topk_weights [T, K] -> [T, H] in hidden's dtype.
 
-        Pairs with a sentinel expert add nothing. Both hooks of one call get the same `rows`.
+        Pairs with a sentinel expert add nothing. Both hooks of one call get the same `rows`. Only a
+        layer that runs as one operation fills in `finish`, whose total is then the result.
         """
         weights, backend = self.weights, self.backend
         if self.fused is not None and (hooks is None or hooks.fused is not None):
-            return self.fused(hidden, topk_ids, topk_weights, hooks.fused if hooks else None)
+            lora = hooks.fused if hooks else None
+            return self.fused(hidden, topk_ids, topk_weights, lora, finish)
         hooks = hooks or NO_HOOKS
         pairs = backend.arrange(topk_ids, weights.num_experts)
         rows = PairRows(pairs.token, pairs.expert)

@@ -1,22 +1,105 @@
-"""Attention over a paged cache: what a step's sequences are, as index arrays on the device."""
+"""Attention over a paged cache, and writing that cache: checks, and the choice of a kernel.
 
-from dataclasses import dataclass
+The kernels are Triton's. `reference_attention` says the same slowly, on any device.
+"""
+
+from functools import cache
 
 import torch
 
+from vexpert.errors import UnsupportedError
+from vexpert.kernels.paged_types import AttentionBatch, Scores
+from vexpert.log import get_logger, log_once
+from vexpert.ops.attention_reference import reference_attention
+from vexpert.ops.backend import unsupported_because
 
-@dataclass(frozen=True)
-class AttentionBatch:
-    """B sequences of one step; sequence b has the query rows query_starts[b] .. [b + 1] - 1.
+__all__ = ["AttentionBatch", "paged_attention", "reference_attention", "write_cache"]
 
-    Its queries are the last positions of its kv_lens[b] keys, which lie in the cache rows
-    block_tables[b, position // block_size] * block_size + position % block_size. A sequence without
-    query rows is padding of a captured graph: nothing of it is read or written.
+WIDEST_HEAD = 512
+
+logger = get_logger(__name__)
+
+
+@cache
+def check_attention(device: torch.device, dtype: torch.dtype, width: int) -> None:
+    """Raise UnsupportedError unless heads of `width` in `dtype` can be attended on `device`."""
+    reason = unsupported_because("triton", device, dtype)
+    if reason is None and width > WIDEST_HEAD:
+        reason = f"its heads have at most {WIDEST_HEAD} columns"
+    if reason is not None:
+        raise UnsupportedError(
+            f"paged attention in Triton cannot run heads of {width} columns in {dtype} on "
+            f"{device}: {reason}; use another device or dtype"
+        )
+    log_once(logger, f"attention: triton paged for {dtype} on {device}")
+
+
+def paged_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scaling: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Causal attention of query [T, Hq, d] over keys [rows, Hkv, d], values [rows, Hkv, dv].
+
+    Query i sees keys j with j > i - window, and j // chunk == i // chunk, of those at or before it.
+    softcap: scores s become softcap * tanh(s / softcap). sinks [Hq]: a score more in each head's
+    softmax, without a value. Returns [T, Hq, dv] in `out`, or new; rows from query_starts[-1] on
+    are left as they are, but for a decode step's (max_query_len 1), which become zero.
+    No value is asked of the device: a captured graph may be replayed with other lengths and
+    tables, up to max_query_len and max_kv_len.
     """
+    from vexpert.kernels.paged_decode import paged_decode  # needs Triton
+    from vexpert.kernels.paged_prefill import paged_prefill
+    from vexpert.ops.attention_plan import choose_attention
 
-    query_starts: torch.Tensor  # [B + 1] int64
-    kv_lens: torch.Tensor  # [B] int64, this step's tokens included
-    block_tables: torch.Tensor  # [B, W] int64; places past a sequence's end hold any valid id
-    block_size: int
-    max_query_len: int  # on the host; 1: decode alone
-    max_kv_len: int  # on the host: no smaller than any of kv_lens; a captured graph's own limit
+    width = max(query.shape[2], values.shape[2])
+    _check(query, keys, values, width)
+    how = Scores(scaling, window, chunk, softcap, sinks)
+    if out is None:
+        out = query.new_empty(*query.shape[:2], values.shape[2])
+    plan = choose_attention(width, query.dtype, query.device)
+    decode = plan.decode_of(batch.num_sequences * keys.shape[1])
+    if batch.max_query_len == 1:
+        paged_decode(query, keys, values, batch, how, out, decode)
+        return out
+    both = batch.num_sequences > 1 and how.most_keys(batch.max_kv_len) >= plan.split_mixed_from
+    if both:
+        paged_decode(query, keys, values, batch, how, out, decode)
+    paged_prefill(query, keys, values, batch, how, out, plan.prefill, least_len=2 if both else 1)
+    return out
+
+
+def _check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, width: int) -> None:
+    if query.dtype is keys.dtype is values.dtype and query.device == keys.device == values.device:
+        check_attention(query.device, query.dtype, width)
+        return
+    raise UnsupportedError(
+        f"paged attention: query {query.dtype} on {query.device}, keys {keys.dtype} on "
+        f"{keys.device} and values {values.dtype} on {values.device} differ; use one for all"
+    )
+
+
+def write_cache(
+    key: torch.Tensor,
+    value: torch.Tensor,
+    cache_rows: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+) -> None:
+    """Write key [T, Hkv, d] and value [T, Hkv, dv] to rows of the cache, in place.
+
+    What is not finite becomes zero; tokens with a negative row are not written.
+    """
+    from vexpert.kernels.cache_write import write_cache as launch  # needs Triton
+    from vexpert.ops.attention_plan import can_use_pdl
+
+    _check(key, keys, values, 1)
+    launch(key, value, cache_rows, keys, values, can_use_pdl(key.device))

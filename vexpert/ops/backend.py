@@ -14,7 +14,14 @@ import torch
 from vexpert.errors import UnsupportedError
 from vexpert.log import get_logger, log_once
 from vexpert.ops.routing import Arrangement, Routing
-from vexpert.ops.types import ExpertsLora, ExpertsTensors, LoraSite, SiteTable
+from vexpert.ops.types import (
+    ExpertsLora,
+    ExpertsTensors,
+    Finish,
+    LoraSite,
+    PackedLora,
+    SiteTable,
+)
 
 __all__ = ["Arrangement", "LoraBackend", "Routing", "check_operands", "select_backend"]
 
@@ -30,8 +37,12 @@ class FusedExperts(Protocol):
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         lora: ExpertsLora | None,
+        finish: Finish | None = None,
     ) -> torch.Tensor:
-        """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H]; sentinels add nothing."""
+        """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H]; sentinels add nothing.
+
+        With a finish that is filled in, and the result is its total.
+        """
 
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> object:
         """What the layer launches before its products: to be timed alone."""
@@ -42,6 +53,7 @@ class LoraBackend(Protocol):
 
     name: str
     can_fuse: bool  # whether it has whole layers of routed experts as one operation
+    can_pack: bool  # whether `packed_linear` beats one product for each site
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
@@ -101,6 +113,19 @@ class LoraBackend(Protocol):
     ) -> None:
         """The same as `route` and `apply`, one adapter after another: the classic path."""
 
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: PackedLora | None,
+    ) -> torch.Tensor:
+        """y [R, out] = W x + bias + each site's B A x; x [R, in], weight [out, in], bias [out].
+
+        `out` is the sum of the sites' outputs. Which product the base takes depends on shapes
+        alone, so rows without an adapter are equal, bit for bit, with `lora` and without.
+        """
+
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExperts | None:
         """The layer as one operation; None: this backend runs it step by step."""
 
@@ -159,7 +184,7 @@ NAMES = ("torch", "numba", "triton")
 PREFERRED = {"cpu": ("numba", "torch"), "cuda": ("triton",)}
 
 
-def _unsupported_because(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
+def unsupported_because(name: str, device: torch.device, dtype: torch.dtype) -> str | None:
     """Why backend `name` cannot run there, or None."""
     interpreted = name == "triton" and os.environ.get("TRITON_INTERPRET") == "1"
     capability = CAPABILITIES["triton interpreter" if interpreted else name]
@@ -180,7 +205,7 @@ def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
     chosen = _first_able(device, dtype) if name == "auto" else name
     if chosen not in NAMES:
         raise UnsupportedError(f"LoRA backend {name!r} is unknown; use auto, {', '.join(NAMES)}")
-    reason = _unsupported_because(chosen, device, dtype)
+    reason = unsupported_because(chosen, device, dtype)
     if reason is not None:
         raise UnsupportedError(
             f"LoRA backend {chosen!r} cannot run {dtype} on {device}: {reason}; choose another "
@@ -192,7 +217,7 @@ def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
 
 def _first_able(device: torch.device, dtype: torch.dtype) -> str:
     names = PREFERRED.get(device.type, ("torch",))
-    able = (name for name in names if _unsupported_because(name, device, dtype) is None)
+    able = (name for name in names if unsupported_because(name, device, dtype) is None)
     return next(able, names[-1])
 
 

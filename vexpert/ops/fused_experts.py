@@ -4,6 +4,8 @@ import torch
 import triton
 
 from vexpert.kernels.combine import combine
+from vexpert.kernels.combine_norm import combine_norm
+from vexpert.kernels.common import can_use_pdl
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
 from vexpert.kernels.moe_gate_up import Expand, moe_gate_up
@@ -11,8 +13,8 @@ from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink
-from vexpert.ops.moe_plan import BasePlan, MoePlan, MoeShape, choose_plan
-from vexpert.ops.types import ExpertsLora, ExpertsTensors, LoraSite, SiteTable
+from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
+from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
 MAX_EXPERTS = 4094  # bins of the order's histogram, less two
 
@@ -29,7 +31,7 @@ class FusedExpertsKernel:
             weight.is_contiguous() and weight.data_ptr() % 16 == 0 and row_bytes(weight) % 16 == 0
             for weight in weights
         )
-        self.can_use_pdl = _can_use_pdl(experts.down.device)
+        self.can_use_pdl = can_use_pdl(experts.down.device)
 
     def __call__(
         self,
@@ -37,17 +39,18 @@ class FusedExpertsKernel:
         topk_ids: torch.Tensor,
         topk_weights: torch.Tensor,
         lora: ExpertsLora | None,
+        finish: Finish | None = None,
     ) -> torch.Tensor:
         if hidden.shape[0] == 0:
             return torch.empty_like(hidden)
-        adapters = 0 if lora is None else len(lora.active_slots)
+        adapters = 0 if lora is None else lora.num_adapters
         plan = choose_plan(self.shape(topk_ids), adapters)
-        return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan)
+        return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan, finish)
 
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
         """What the layer launches before its products: to be timed alone."""
-        plan = choose_plan(self.shape(topk_ids), len(lora.active_slots) if lora else 0)
-        return _order(topk_ids, lora, self.experts.down.shape[0], plan.base)
+        plan = choose_plan(self.shape(topk_ids), lora.num_adapters if lora else 0)
+        return _order(topk_ids, None, lora, self.experts.down.shape[0], plan)
 
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
         """What the plan depends on, for topk_ids [T, K]."""
@@ -69,22 +72,12 @@ def row_bytes(weight: torch.Tensor) -> int:
     return weight.shape[-1] * weight.element_size()
 
 
-def _can_use_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch: from compute capability 9.0 on."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
-        return False
-    return torch.cuda.get_device_capability(device)[0] >= 9
-
-
-def site_factors(
-    pair: tuple[LoraSite, SiteTable] | None, active_slots: tuple[int, ...]
-) -> SiteFactors | None:
+def site_factors(pair: tuple[LoraSite, SiteTable] | None, most_rank: int) -> SiteFactors | None:
     """A site as the kernels take it; shrunk rows are as wide as the widest active adapter needs."""
     if pair is None:
         return None
     site, table = pair
-    most = max((table.host_rank[slot] for slot in active_slots), default=0)
-    width = triton.cdiv(max(most, 1), 16) * 16
+    width = triton.cdiv(max(most_rank, 1), 16) * 16
     slice_width = min(width, triton.cdiv(site.max_rank // len(site.slices), 16) * 16)
     return SiteFactors(table.arena, table.packed, width, slice_width, table.alignment)
 
@@ -96,15 +89,19 @@ def fused_experts(
     topk_weights: torch.Tensor,
     lora: ExpertsLora | None,
     plan: MoePlan,
+    finish: Finish | None = None,
 ) -> torch.Tensor:
     """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H] in hidden's dtype.
 
-    Pairs with a sentinel expert add nothing.
+    Pairs with a sentinel expert add nothing. The result is `finish.total` if there is a finish.
     """
     base, pdl = plan.base, plan.base.pdl
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
-    order = _order(topk_ids, lora, experts.down.shape[0], base)
-    runs = find_runs(order, pdl) if lora is not None and plan.lora.by_run else None
+    scales = None if experts.scale_input else topk_weights
+    order = _order(topk_ids, scales, lora, experts.down.shape[0], plan)
+    runs = None
+    if lora is not None and plan.lora.by_run:
+        runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl)
     x, scaled = hidden, experts.scale_input
     if scaled:
         scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
@@ -117,7 +114,7 @@ def fused_experts(
             return None
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
-        h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl)
+        h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
         early = how.early and how.by_run
         return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)
 
@@ -137,27 +134,39 @@ def fused_experts(
         inter,
         experts.down,
         experts.down_bias,
-        None if scaled else topk_weights,
+        order.scale,
         order,
         base.down,
         expand(inter, is_down=True),
         pdl,
     )
-    return combine(out, topk_ids.view(-1), None, experts.down.shape[0], topk_ids.shape[1], pdl)
+    pairs = (out, topk_ids.view(-1), None, experts.down.shape[0])
+    if finish is None:
+        return combine(*pairs, topk_ids.shape[1], pdl)
+    how = (finish.residual, finish.multiplier, finish.norm, pdl)
+    finish.total, finish.normed = combine_norm(*pairs, *how)
+    return finish.total
 
 
 def _order(
-    topk_ids: torch.Tensor, lora: ExpertsLora | None, num_experts: int, plan: BasePlan
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor | None,
+    lora: ExpertsLora | None,
+    num_experts: int,
+    plan: MoePlan,
 ) -> PairOrder:
+    base, by_run = plan.base, plan.lora.by_run
     factors = None
     if lora is not None:
-        up = site_factors(lora.gate_up, lora.active_slots)
-        down = site_factors(lora.down, lora.active_slots)
-        factors = PairFactors.empty(lora.slots, up, down, topk_ids.numel())
-    if plan.is_identity:
-        return identity_order(topk_ids, factors, num_experts, plan.block_m)
-    if plan.order_chunk:
+        up = site_factors(lora.gate_up, lora.most_rank(is_down=False))
+        down = site_factors(lora.down, lora.most_rank(is_down=True))
+        factors = PairFactors.empty(lora.slots, up, down, 0 if by_run else topk_ids.numel())
+    if base.is_identity:
+        return identity_order(topk_ids, factors, num_experts, base.block_m, topk_weights)
+    block_m, pdl = base.block_m, base.pdl
+    if base.order_chunk:
+        assert by_run, plan
         return order_many_pairs(
-            topk_ids, factors, num_experts, plan.block_m, plan.pdl, plan.order_chunk
+            topk_ids, factors, num_experts, block_m, pdl, base.order_chunk, topk_weights
         )
-    return order_pairs(topk_ids, factors, num_experts, plan.block_m, plan.pdl)
+    return order_pairs(topk_ids, factors, num_experts, block_m, pdl, not by_run, topk_weights)

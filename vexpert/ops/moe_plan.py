@@ -35,10 +35,10 @@ class LoraPlan:
 
     shrink: ShrinkShape
     down_shrink: ShrinkShape
-    by_run: bool  # an item of a tile's expand is a run; else a row
+    by_run: bool  # an item of a tile's expand is a run; else a row: pairs are then ordered at once
     group: int  # items of one dot
     item_stages: int = 1  # of the loop over groups
-    prefetch: bool = False  # the first group's factors before the base product
+    prefetch: bool = False  # the first group's factors before the base product; of runs, where
     early: bool = False  # shrunk rows before it too; runs only
 
 
@@ -100,15 +100,19 @@ def _base(shape: MoeShape) -> BasePlan:
         rows_per_expert=shape.pairs / shape.num_experts,
     )
     gate_up, down = TileShape(**row["gate_up"]), TileShape(**row["down"])
-    pairs = shape.pairs
     return BasePlan(
         is_identity=row.get("is_identity", False),
         block_m=row["block_m"],
         gate_up=_fit(gate_up, shape.hidden_size, shape),
         down=_fit(down, shape.intermediate_size, shape),
-        order_chunk=0 if pairs <= 1024 else 64 if pairs <= 8192 else 256,
+        order_chunk=order_chunk(shape.pairs),
         pdl=shape.can_use_pdl,
     )
+
+
+def order_chunk(pairs: int) -> int:
+    """Pairs of a chunk when they are ordered by counting; 0: all are compared."""
+    return 0 if pairs <= 1024 else 64 if pairs <= 8192 else 256
 
 
 def _fit(tile: TileShape, depth: int, shape: MoeShape) -> TileShape:
@@ -126,4 +130,5 @@ def _lora(shape: MoeShape, adapters: int) -> LoraPlan:
         rows_per_run=shape.pairs / max(1, runs),
     )
     rest = {key: row[key] for key in ("by_run", "group", "item_stages", "prefetch", "early")}
-    return LoraPlan(ShrinkShape(**row["shrink"]), ShrinkShape(**row["down_shrink"]), **rest)
+    plan = LoraPlan(ShrinkShape(**row["shrink"]), ShrinkShape(**row["down_shrink"]), **rest)
+    return replace(plan, by_run=plan.by_run or order_chunk(shape.pairs) > 0)

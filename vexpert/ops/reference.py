@@ -80,3 +80,23 @@ def grouped_gemm(
         if bias is not None:
             y[row] += bias[expert].to(dtype)
     return y
+
+
+def packed_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    sites: tuple[LoraSite, ...],
+    tables: tuple[SiteTable, ...],
+    slots: torch.Tensor,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """y [R, out] in `dtype` = W x + bias, and each site's delta on its own columns."""
+    y = x.to(dtype) @ weight.to(dtype).t()
+    if bias is not None:
+        y += bias.to(dtype)
+    deltas = [
+        lora_delta(x, site, table, slots, dtype=dtype)
+        for site, table in zip(sites, tables, strict=True)
+    ]
+    return y + torch.cat(deltas, 1)

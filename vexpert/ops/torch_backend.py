@@ -1,6 +1,7 @@
 """The backend for CPUs: torch and numpy alone."""
 
 import torch
+from torch.nn import functional
 
 from vexpert.ops import per_adapter, torch_gemm, torch_routing
 from vexpert.ops.backend import check_operands
@@ -8,7 +9,7 @@ from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.torch_lora import Delta
 from vexpert.ops.torch_routing import IntArray, TorchArrangement, TorchRouting, ragged
 from vexpert.ops.torch_table import HostTable
-from vexpert.ops.types import ExpertsTensors, LoraSite, SiteTable
+from vexpert.ops.types import ExpertsTensors, LoraSite, PackedLora, SiteTable
 
 
 class TorchBackend:
@@ -16,6 +17,7 @@ class TorchBackend:
 
     name = "torch"
     can_fuse = False
+    can_pack = False
 
     def __init__(self) -> None:
         self._host_tables: dict[int, HostTable] = {}
@@ -107,6 +109,28 @@ class TorchBackend:
     ) -> None:
         check_operands(self.name, x, y, site, table, slots.shape[0])
         per_adapter.apply_per_adapter(x, y, site, table, slots, experts, active_slots, x_rows)
+
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: PackedLora | None,
+    ) -> torch.Tensor:
+        """Site by site: LoRA adds to contiguous outputs faster than to slices."""
+        if lora is None:
+            return functional.linear(x, weight, bias)
+        sizes = [site.out_features for site in lora.sites]
+        weights = torch.split(weight, sizes)
+        biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
+        parts = []
+        for site, table, own, its_bias in zip(
+            lora.sites, lora.tables, weights, biases, strict=True
+        ):
+            y = functional.linear(x, own, its_bias)
+            self.apply(x, y, site, table, lora.routing)
+            parts.append(y)
+        return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def fuse_experts(self, experts: ExpertsTensors) -> None:
         """Step by step: the products are PyTorch's."""

@@ -1,24 +1,51 @@
 """The backend for GPUs: Triton kernels and device-side routing, without any sync."""
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import torch
 
 from vexpert.kernels.blocks import Blocks, make_blocks, virtual_keys
 from vexpert.kernels.combine import combine
+from vexpert.kernels.dense_order import RowOrder, order_rows
 from vexpert.kernels.grouped_gemm import grouped_gemm
 from vexpert.kernels.lora_expand import SliceRun, lora_expand
 from vexpert.kernels.lora_shrink import lora_shrink
 from vexpert.ops.backend import check_operands
+from vexpert.ops.dense_plan import choose_dense_plan
 from vexpert.ops.fused_experts import MAX_EXPERTS, FusedExpertsKernel
+from vexpert.ops.packed_linear import (
+    add_dense,
+    find_factors,
+    is_dense,
+    packed_linear,
+    shape_of,
+)
 from vexpert.ops.routing import Arrangement, Routing
-from vexpert.ops.types import ExpertsTensors, LoraSite, OutputSlice, SiteTable
+from vexpert.ops.types import ExpertsTensors, LoraSite, OutputSlice, PackedLora, SiteTable
 
 
 @dataclass(frozen=True)
 class TritonRouting(Routing):
-    blocks: Blocks
+    """What a step's rows are; each kind of kernel finds its own arrays when it first asks."""
+
+    slots: torch.Tensor
+    experts: torch.Tensor | None
+    num_experts: int
+    num_slots: int
+
+    @cached_property
+    def blocks(self) -> Blocks:
+        """Blocks of one virtual expert's rows."""
+        experts = torch.zeros_like(self.slots) if self.experts is None else self.experts
+        keys = virtual_keys(self.slots, experts, self.num_experts, self.num_slots)
+        return make_blocks(keys, self.num_experts, self.num_slots * self.num_experts)
+
+    @cached_property
+    def order(self) -> RowOrder:
+        """Rows of a dense layer by slot."""
+        assert self.experts is None
+        return order_rows(self.slots.contiguous(), self.num_slots)
 
 
 @dataclass(frozen=True)
@@ -49,15 +76,12 @@ class TritonBackend:
 
     name = "triton"
     can_fuse = True
+    can_pack = True
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
     ) -> TritonRouting:
-        local = torch.zeros_like(slots) if experts is None else experts
-        keys = virtual_keys(slots, local, num_experts, num_slots)
-        return TritonRouting(
-            slots.shape[0], make_blocks(keys, num_experts, num_slots * num_experts)
-        )
+        return TritonRouting(slots.shape[0], slots, experts, num_experts, num_slots)
 
     def shrink(
         self,
@@ -115,6 +139,11 @@ class TritonBackend:
         x_rows: torch.Tensor | None = None,
     ) -> None:
         check_operands(self.name, x, y, site, table, routing.num_rows)
+        assert isinstance(routing, TritonRouting)
+        if x_rows is None and routing.experts is None and is_dense(site, table):
+            every = tuple(range(routing.num_slots))
+            self._add_dense(x, y, PackedLora((site,), (table,), routing, every))
+            return
         self.expand(self.shrink(x, site, table, routing, x_rows), site, table, routing, y)
 
     def apply_per_adapter(
@@ -134,6 +163,26 @@ class TritonBackend:
                 own = torch.where(slots == slot, slots, -1)
                 routing = self.route(own, experts, site.num_experts, len(table.host_rank))
                 self.apply(x, y, site, table, routing, x_rows)
+
+    def packed_linear(
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: PackedLora | None,
+    ) -> torch.Tensor:
+        if lora is None:
+            return packed_linear(x, weight, bias, None, None)
+        assert isinstance(lora.routing, TritonRouting)
+        for site, table in zip(lora.sites, lora.tables, strict=True):
+            assert is_dense(site, table), site
+        return packed_linear(x, weight, bias, lora, lora.routing.order)
+
+    def _add_dense(self, x: torch.Tensor, y: torch.Tensor, lora: PackedLora) -> None:
+        assert isinstance(lora.routing, TritonRouting)
+        rows = x if x.stride(1) == 1 else x.contiguous()
+        plan = choose_dense_plan(shape_of(x, y.shape[1]), lora.num_adapters)
+        add_dense(rows, y, find_factors(lora), lora.routing.order, plan)
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExpertsKernel | None:
         """None above MAX_EXPERTS experts."""

@@ -10,6 +10,8 @@ from functools import cached_property
 import torch
 
 from vexpert.kernels.activations import Activation
+from vexpert.kernels.norms import Norm
+from vexpert.ops.routing import Routing
 
 
 @dataclass(frozen=True)
@@ -100,6 +102,36 @@ class SiteTable:
 
 
 @dataclass(frozen=True)
+class PackedLora:
+    """One step's adapters on dense sites that read one input and write adjacent columns, in order.
+
+    Every site has num_experts 1 and one slice, which is its whole output.
+    """
+
+    sites: tuple[LoraSite, ...]
+    tables: tuple[SiteTable, ...]
+    routing: Routing  # of the input's rows, by the backend's `route` without experts
+    active_slots: tuple[int, ...]
+    most_ranks: tuple[int, ...] | None = None  # bounds at the sites; None: as the tables say
+    most_adapters: int | None = None  # bound of how many are active; None: as many as there are
+
+    @property
+    def num_adapters(self) -> int:
+        """No more adapters are active."""
+        return len(self.active_slots) if self.most_adapters is None else self.most_adapters
+
+    @property
+    def most_rank(self) -> int:
+        """No active slot has a larger rank at any of the sites; known on the host."""
+        if self.most_ranks is not None:
+            return max(self.most_ranks)
+        return max(
+            (table.host_rank[slot] for table in self.tables for slot in self.active_slots),
+            default=0,
+        )
+
+
+@dataclass(frozen=True)
 class ExpertsTensors:
     """Weights of a layer's routed experts as views: gate_up [E, n * I, H], down [E, H, I]."""
 
@@ -128,3 +160,32 @@ class ExpertsLora:
     active_slots: tuple[int, ...]
     gate_up: tuple[LoraSite, SiteTable] | None
     down: tuple[LoraSite, SiteTable] | None
+    most_ranks: tuple[int, int] | None = None  # bounds at gate_up and down; None: as the tables say
+    most_adapters: int | None = None  # bound of how many are active; None: as many as there are
+
+    @property
+    def num_adapters(self) -> int:
+        """No more adapters are active."""
+        return len(self.active_slots) if self.most_adapters is None else self.most_adapters
+
+    def most_rank(self, is_down: bool) -> int:
+        """No active adapter has a higher rank at this product."""
+        if self.most_ranks is not None:
+            return self.most_ranks[is_down]
+        pair = self.down if is_down else self.gate_up
+        ranks = [] if pair is None else pair[1].host_rank
+        return max((ranks[slot] for slot in self.active_slots if ranks), default=0)
+
+
+@dataclass
+class Finish:
+    """What follows a layer's experts and may run in their last launch; that launch fills it in.
+
+    total = residual + multiplier * what the experts give; normed = the norm of it.
+    """
+
+    residual: torch.Tensor  # [T, H]
+    multiplier: float
+    norm: Norm | None
+    total: torch.Tensor | None = None  # [T, H]; None: it is not done
+    normed: torch.Tensor | None = None  # [T, H]

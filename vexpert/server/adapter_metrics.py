@@ -11,7 +11,7 @@ from prometheus_client.core import (
 )
 
 from vexpert.engine.outputs import EngineStats
-from vexpert.lora.types import AdapterInfo, TierUsage
+from vexpert.lora.info import AdapterInfo, TierUsage
 from vexpert.server.adapter_labels import OTHERS
 from vexpert.server.recorder import Recorder
 

@@ -14,7 +14,7 @@ from starlette.responses import Response
 from vexpert import __version__
 from vexpert.errors import RequestError
 from vexpert.server.disconnect import ClientDisconnectedError, EventStream, until_disconnect
-from vexpert.server.engine_thread import AsyncEngine
+from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import SERVER_ERRORS, api_error, error_object
 from vexpert.server.generation import Generation, Job
 from vexpert.server.progress import Update

@@ -9,7 +9,7 @@ from starlette.middleware.cors import CORSMiddleware
 
 from vexpert import __version__
 from vexpert.server.errors import install_error_handlers
-from vexpert.server.interface import EngineProtocol
+from vexpert.server.interface import EngineHost
 from vexpert.server.middleware import (
     OPEN_PATHS,
     ApiKeyMiddleware,
@@ -25,8 +25,8 @@ from vexpert.server.service import Service
 from vexpert.server.status_line import log_status
 
 
-def create_app(engine: EngineProtocol, options: ServerOptions | None = None) -> FastAPI:
-    """An app that serves `engine`; its engine thread lives from startup to shutdown.
+def create_app(engine: EngineHost, options: ServerOptions | None = None) -> FastAPI:
+    """An app that serves `engine`, connected from startup to shutdown; it ends with the app.
 
     `app.state.service` is the Service behind the routes. Raises ConfigError.
     """
@@ -75,8 +75,8 @@ def _add_layers(app: FastAPI, service: Service, options: ServerOptions) -> None:
 
 @asynccontextmanager
 async def running(service: Service) -> AsyncIterator[None]:
-    """The engine thread and the status line, from here to the end of the block."""
-    service.engine.start()
+    """The engine's connection and the status line, from here to the end of the block."""
+    await service.engine.start()
     interval = service.options.status_interval
     status = asyncio.ensure_future(log_status(service.engine, interval)) if interval else None
     try:

@@ -10,6 +10,7 @@ from starlette.exceptions import HTTPException
 from vexpert.errors import AdapterNotFoundError, RequestError, VexpertError
 from vexpert.log import get_logger
 from vexpert.server.progress import (
+    EngineCallError,
     EngineFailedError,
     OverloadedError,
     RequestTimeoutError,
@@ -72,7 +73,9 @@ def api_error(error: Exception) -> ApiError:
         case VexpertError():
             return ApiError(str(error), 400)
         case EngineFailedError():
-            return ApiError(str(error), 500, code="engine_failed")
+            return ApiError(str(error), 503, code="engine_failed", retry_after=5)
+        case EngineCallError():
+            return ApiError(f"internal error: {error.kind}", 500)
         case HTTPException():
             return ApiError(str(error.detail), error.status_code)
     return ApiError(f"internal error: {type(error).__name__}", 500)

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from functools import partial
 
 from vexpert.engine.sampling_params import SamplingParams
-from vexpert.server.engine_thread import AsyncEngine
+from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.progress import Failure, RequestTimeoutError, Update
 from vexpert.server.prompts import Prompt
 

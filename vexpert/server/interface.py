@@ -1,13 +1,18 @@
-"""What the server needs of an engine and its tokenizer: the calls, not the classes."""
+"""What the server needs of an engine, of the place it runs in, and of its tokenizer."""
 
+import socket
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
 if TYPE_CHECKING:
     from vexpert.config import EngineConfig
     from vexpert.engine.outputs import EngineStats, RequestOutput
     from vexpert.engine.sampling_params import SamplingParams
-    from vexpert.lora.types import AdapterInfo
+    from vexpert.lora.info import AdapterInfo
     from vexpert.models.types import ModelInfo
+
+UNUSABLE = ("errored", "draining")  # states of adapters that no new request may use
 
 
 class Tokenizer(Protocol):
@@ -85,3 +90,60 @@ class EngineProtocol(Protocol):
 
     def check_integrity(self) -> None:
         """Assert that everything the engine keeps agrees; between two steps."""
+
+
+@dataclass(frozen=True)
+class LoraModule:
+    """An adapter to serve from the boot on."""
+
+    name: str
+    path: str
+    lora_B_layout: str | None = None
+    pinned: bool = False
+    lazy: bool = False  # read when a request first needs it
+
+
+@dataclass(frozen=True)
+class EngineFacts:
+    """What does not change while an engine lives."""
+
+    model: str  # folder or Hugging Face name, as the config has it
+    name: str  # of the model
+    vocab_size: int
+    max_model_len: int  # tokens of prompt and output together
+    max_num_seqs: int
+    adapters: tuple[str, ...]  # usable names when the engine was ready
+
+
+class EngineHost(Protocol):
+    """Where an engine runs: a process of its own, or a thread in tests.
+
+    Both speak the messages of `vexpert.server.wire` over a socket.
+    """
+
+    @property
+    def modules(self) -> Sequence[LoraModule]:
+        """Adapters that it was launched with."""
+
+    @property
+    def tokenizer(self) -> Tokenizer:
+        """The model's tokenizer, in this process."""
+
+    @property
+    def facts(self) -> EngineFacts:
+        """Of the engine that `connect` found ready."""
+
+    def launch(self, modules: Sequence[LoraModule], is_restart: bool = False) -> None:
+        """Start an engine that serves `modules`; in a restart one that is refused is left out."""
+
+    def connect(self) -> socket.socket:
+        """The server's end of the socket, once the engine is ready; the same until `launch`.
+
+        Raises the VexpertError that the engine refused to start with, or EngineFailedError.
+        """
+
+    def wait(self) -> str:
+        """Wait until the engine has ended; how it did."""
+
+    def kill(self) -> None:
+        """End the engine at once, whatever it does; harmless when it has ended."""

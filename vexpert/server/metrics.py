@@ -12,7 +12,7 @@ from prometheus_client.core import (
 )
 
 from vexpert.engine.outputs import EngineStats
-from vexpert.lora.types import AdapterInfo
+from vexpert.lora.info import AdapterInfo
 from vexpert.server.adapter_labels import MAX_LABELS
 from vexpert.server.adapter_metrics import adapter_families
 from vexpert.server.recorder import Histogram, Recorder
@@ -26,12 +26,13 @@ class Metrics:
         self._recorder = recorder
         self._stats: EngineStats | None = None
         self._infos: list[AdapterInfo] = []
+        self._restarts = 0
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def page(self, stats: EngineStats, infos: list[AdapterInfo]) -> bytes:
+    def page(self, stats: EngineStats, infos: list[AdapterInfo], restarts: int = 0) -> bytes:
         """The page for `stats`, all adapters and the recorder's present counts."""
-        self._stats, self._infos = stats, infos
+        self._stats, self._infos, self._restarts = stats, infos, restarts
         return bytes(generate_latest(self._registry))
 
     def describe(self) -> list[Any]:
@@ -65,6 +66,10 @@ class Metrics:
             family = CounterMetricFamily(f"vllm:{name}", help, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
+
+        restarts = CounterMetricFamily("vexpert:engine_restarts", "Starts of a failed engine anew")
+        restarts.add_metric([], self._restarts)
+        yield restarts
 
     def _gauge(self, name: str, help: str, value: float) -> Any:
         family = GaugeMetricFamily(f"vllm:{name}", help, labels=["model_name"])

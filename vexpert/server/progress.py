@@ -1,14 +1,23 @@
-"""One request's way from the engine thread to its client: what is new since the last update."""
+"""One request's way from the engine to its client, on the server's side."""
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
-from vexpert.engine.outputs import CompletionOutput, LogprobRow, RequestOutput
+from vexpert.engine.outputs import LogprobRow
 from vexpert.errors import RequestError
 
 
 class EngineFailedError(RuntimeError):
-    """The engine stopped on an error of its own; no request can be answered any more."""
+    """The engine has ended, or failed; no request can be answered unless it starts again."""
+
+
+class EngineCallError(RuntimeError):
+    """One call met an error of the engine that no user can cause; the engine goes on."""
+
+    def __init__(self, kind: str, message: str) -> None:
+        super().__init__(f"{kind}: {message}")
+        self.kind = kind  # the error's class in the engine
 
 
 class ShuttingDownError(RuntimeError):
@@ -49,54 +58,23 @@ class Update:
 
 
 Failure = EngineFailedError | ShuttingDownError | RequestError  # of all requests, or of one
-Sink = Callable[[Update | Failure], None]
-
-
-@dataclass
-class _Cursor:
-    text: int = 0
-    tokens: int = 0
-    finished: bool = False
+Sink = Callable[[Update | Failure], Any]
 
 
 @dataclass
 class Tracker:
-    """The engine thread's record of one request; `every_step` False: one update, at the end."""
+    """The server's record of one request that runs."""
 
     request_id: str
     adapter: str | None
     num_prompt_tokens: int
-    every_step: bool
-    sink: Sink
     num_sequences: int
+    sink: Sink
     arrival: float  # seconds, perf_counter
     last_token: float | None = None  # seconds, perf_counter; None before the first token
-    num_tokens: int = 0  # generated, over all n completions
-    cursors: dict[int, _Cursor] = field(default_factory=dict)
+    prompt_logprobs: list[LogprobRow | None] | None = None
+    reasons: list[str] = field(default_factory=list)  # of the completions that have ended
 
-    def count(self, output: RequestOutput) -> int:
-        """Tokens generated since the last count."""
-        total = sum(len(completion.token_ids) for completion in output.outputs)
-        new, self.num_tokens = total - self.num_tokens, total
-        return new
-
-    def update(self, output: RequestOutput) -> Update | None:
-        """What is new in `output`, copied, so that later steps do not change it; None: nothing."""
-        if not (self.every_step or output.finished):
-            return None
-        deltas = [delta for part in output.outputs if (delta := self._delta(part))]
-        if not deltas and not output.finished:
-            return None
-        return Update(deltas, output.finished, output.num_cached_tokens, output.prompt_logprobs)
-
-    def _delta(self, part: CompletionOutput) -> Delta | None:
-        cursor = self.cursors.setdefault(part.index, _Cursor())
-        if cursor.finished:
-            return None
-        text, tokens = part.text[cursor.text :], part.token_ids[cursor.tokens :]
-        rows = None if part.logprobs is None else part.logprobs[cursor.tokens :]
-        cursor.finished = part.finish_reason is not None
-        if not (text or tokens or cursor.finished):
-            return None
-        cursor.text, cursor.tokens = len(part.text), len(part.token_ids)
-        return Delta(part.index, text, tokens, rows, part.finish_reason, part.stop_reason)
+    def all_reasons(self) -> list[str]:
+        """One for each completion; those that have not ended were aborted."""
+        return self.reasons + ["abort"] * (self.num_sequences - len(self.reasons))

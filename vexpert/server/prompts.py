@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from jinja2 import TemplateError
 
 from vexpert.errors import RequestError
-from vexpert.server.interface import EngineProtocol
+from vexpert.server.interface import EngineFacts, Tokenizer
 from vexpert.server.protocol.message import Message
 from vexpert.server.templates import adapter_template
 
@@ -39,12 +39,14 @@ class Conversation(Protocol):
 class PromptBuilder:
     """Builds prompts on one thread of its own: tokenizers are not safe to share, nor quick."""
 
-    def __init__(self, engine: EngineProtocol, chat_template: str | None = None) -> None:
+    def __init__(
+        self, tokenizer: Tokenizer, facts: EngineFacts, chat_template: str | None = None
+    ) -> None:
         """`chat_template`: in place of the tokenizer's own."""
         self._chat_template = chat_template
-        self._tokenizer = engine.tokenizer
-        self._info = engine.model_info
-        self._max_model_len = engine.max_model_len
+        self._tokenizer = tokenizer
+        self._vocab_size = facts.vocab_size
+        self._max_model_len = facts.max_model_len
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vexpert-tokenizer")
 
     def close(self) -> None:
@@ -129,8 +131,8 @@ class PromptBuilder:
         if len(token_ids) > self._max_model_len:
             raise self._too_long(f"{len(token_ids)} tokens", "prompt")
         for token in token_ids:
-            if not 0 <= token < self._info.vocab_size:
-                rule = f"token ids go from 0 to {self._info.vocab_size - 1}"
+            if not 0 <= token < self._vocab_size:
+                rule = f"token ids go from 0 to {self._vocab_size - 1}"
                 raise RequestError(f"prompt: token {token}: {rule}", "prompt")
         return token_ids
 

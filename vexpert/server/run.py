@@ -1,4 +1,4 @@
-"""Running the app on a socket: bind early, say when it answers, end cleanly on a signal."""
+"""Running the app on a socket: say when it answers, end cleanly on a signal."""
 
 import asyncio
 import contextlib
@@ -18,27 +18,6 @@ CLOSE_SECONDS = 5  # for connections to close once their requests have ended
 POLL_SECONDS = 0.02
 logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
-
-
-def bind(host: str, port: int) -> socket.socket:
-    """A bound socket that does not listen yet. Port 0: a free one. Raises OSError."""
-    family, kind, protocol, _, address = socket.getaddrinfo(
-        host, port, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE
-    )[0]
-    bound = socket.socket(family, kind, protocol)
-    try:
-        bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind(address)
-    except OSError:
-        bound.close()
-        raise
-    return bound
-
-
-def url_of(bound: socket.socket, host: str) -> str:
-    """The URL under which `host`, as the user wrote it, answers on this socket."""
-    shown = f"[{host}]" if ":" in host else host
-    return f"http://{shown}:{bound.getsockname()[1]}"
 
 
 class Server(uvicorn.Server):

@@ -6,9 +6,9 @@ from pathlib import Path
 from starlette.requests import Request
 
 from vexpert.errors import ConfigError
-from vexpert.server.engine_thread import AsyncEngine
+from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import ApiError
-from vexpert.server.interface import EngineProtocol
+from vexpert.server.interface import EngineHost
 from vexpert.server.metrics import Metrics
 from vexpert.server.options import ServerOptions
 from vexpert.server.prompts import PromptBuilder
@@ -25,37 +25,36 @@ class Service:
     is_draining = False  # a signal has come: no new requests
     active = 0  # requests for work that have not been answered in full
 
-    def __init__(self, engine: EngineProtocol, options: ServerOptions) -> None:
+    def __init__(self, host: EngineHost, options: ServerOptions) -> None:
         self.options = options
         self.recorder = Recorder()
-        self.engine = AsyncEngine(engine, self.recorder, options.max_queue_len, options.keep_alive)
-        self.prompts = PromptBuilder(engine, options.chat_template)
+        limits = options.max_queue_len, options.keep_alive, options.engine_restarts
+        self.engine = AsyncEngine(host, self.recorder, *limits)
+        self.facts = host.facts
+        self.prompts = PromptBuilder(host.tokenizer, self.facts, options.chat_template)
         self.traces = make_traces(options.otlp_traces_endpoint)
-        self.info = engine.model_info
-        self.max_model_len = engine.max_model_len
-        self.base_names = options.served_model_names or (self.info.name,)
+        self.base_names = options.served_model_names or (self.facts.name,)
         self.metrics = Metrics(self.base_names[0], self.recorder)
         self.created = int(time.time())
-        for info in engine.adapters():
-            if info.name in self.base_names:
-                raise ConfigError(
-                    f"adapter {info.name!r} has the name of the base model; rename it"
-                )
+        for name in self.facts.adapters:
+            if name in self.base_names:
+                raise ConfigError(f"adapter {name!r} has the name of the base model; rename it")
 
     async def metrics_page(self) -> bytes:
         """The page for Prometheus."""
-        infos = self.engine.engine.adapters()
-        await self.engine.forget_counts({info.name for info in infos})
+        infos = await self.engine.versions()
+        self.recorder.forget({info.name for info in infos})
         stats = await self.engine.stats()
-        return self.metrics.page(stats, infos)
+        return self.metrics.page(stats, infos, self.engine.restarts)
 
-    def adapter_of(self, model: str) -> str | None:
+    async def adapter_of(self, model: str) -> str | None:
         """The adapter that `model` names, alone or as BASE:ADAPTER; None: the base model."""
         if model in self.base_names:
             return None
         for base in self.base_names:
-            if model.startswith(f"{base}:") and self.engine.engine.adapter_folder(model) is None:
-                return model.removeprefix(f"{base}:")
+            prefix = f"{base}:"
+            if model.startswith(prefix) and await self.engine.adapter_folder(model) is None:
+                return model.removeprefix(prefix)
         return model
 
     def tool_format(self) -> ToolFormat | None:
@@ -63,17 +62,19 @@ class Service:
         name = self.options.tool_call_parser
         return None if name is None else FORMATS[name]
 
-    def admit(self, request: Request, model: str, sequences: int = 1) -> None:
+    async def admit(self, request: Request, model: str, sequences: int = 1) -> None:
         """Raise ApiError if this key may not use `model`, OverloadedError if the queue is full."""
-        self.check_allowed(request, model)
+        await self.check_allowed(request, model)
         self.engine.check_room(sequences)
 
-    def check_allowed(self, request: Request, model: str) -> None:
+    async def check_allowed(self, request: Request, model: str) -> None:
         """Raise ApiError if the request's API key is not for `model`."""
         allowed = allowed_models(request)
-        name = self.adapter_of(model)
+        if allowed is None:
+            return
+        name = await self.adapter_of(model)
         names = set(self.base_names) if name is None else {name}
-        if allowed is not None and not names & allowed:
+        if not names & allowed:
             message = f"this API key may not use model {model!r}"
             raise ApiError(message, 403, "model", "model_not_allowed")
 
@@ -99,13 +100,13 @@ class Service:
             message = f"lora_path={path!r}: adapters may be loaded from {shown} only"
             raise ApiError(message, 403, "lora_path", "path_not_allowed")
 
-    def names(self) -> list[str]:
+    async def names(self) -> list[str]:
         """Every name a request may use: base names, then adapters."""
-        return [*self.base_names, *(info.name for info in self.engine.adapters())]
+        return [*self.base_names, *(info.name for info in await self.engine.adapters())]
 
-    def unknown_model(self, model: str) -> ApiError:
+    async def unknown_model(self, model: str) -> ApiError:
         """The 404 for a name that nobody serves."""
-        names = self.names()
+        names = await self.names()
         more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         known = ", ".join(names[:SHOWN_NAMES]) + more
         message = f"model {model!r} does not exist; known: {known}"

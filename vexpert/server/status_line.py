@@ -4,8 +4,9 @@ import asyncio
 
 from vexpert.engine.outputs import EngineStats
 from vexpert.log import get_logger
-from vexpert.lora.types import TierUsage
-from vexpert.server.engine_thread import AsyncEngine
+from vexpert.lora.info import TierUsage
+from vexpert.server.engine_client import AsyncEngine
+from vexpert.server.progress import EngineFailedError
 
 logger = get_logger(__name__)
 
@@ -40,10 +41,14 @@ def _device(usage: TierUsage) -> str:
 
 async def log_status(engine: AsyncEngine, interval: float) -> None:
     """Log a line each `interval` seconds, unless nothing was generated. Ends when cancelled."""
-    before = await engine.stats()
-    while engine.failure is None:
+    before = None
+    while True:
+        try:
+            now = await engine.stats()
+        except EngineFailedError:
+            before = None  # it starts again, or the server ends
+        else:
+            if before and (now.num_running or now.steps != before.steps):
+                logger.info("%s", status_line(before, now, interval))
+            before = now
         await asyncio.sleep(interval)
-        now = await engine.stats()
-        if now.num_running or now.steps != before.steps:
-            logger.info("%s", status_line(before, now, interval))
-        before = now

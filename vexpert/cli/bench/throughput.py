@@ -11,11 +11,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.parser import add_engine_options, engine_config
-from vexpert.cli.progress import progress, quiet_libraries
-from vexpert.cli.serve import LoraModule, add_lora_modules, resolve_model
+from vexpert.cli.progress import progress
+from vexpert.cli.serve import add_lora_modules, resolve_model
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
+from vexpert.log import quiet_libraries
+from vexpert.server.interface import LoraModule
 
 if TYPE_CHECKING:
     from vexpert.bench.engine.cells import Cell, Mix, Timing

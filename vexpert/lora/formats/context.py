@@ -8,7 +8,7 @@ import torch
 
 from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import AdapterConfig
-from vexpert.lora.checks import LARGEST, is_zero, require_finite
+from vexpert.lora.checks import LARGEST, LARGEST_CHANGE, is_zero, largest_of, require_finite
 from vexpert.lora.keys import Piece
 from vexpert.lora.types import ExpertsTarget, Factors
 
@@ -64,15 +64,24 @@ class Context:
         `bs` are the parts of one B (the halves of gate and up).
         """
         self.check_rank(name, a.shape[1])
-        if not self.is_in_range(scale):
+        self.check_values(name, a, bs, scale)
+        self.count_pair(name, [a], bs)
+
+    def check_values(
+        self, name: str, a: torch.Tensor, bs: Sequence[torch.Tensor], scale: float
+    ) -> None:
+        """Refuse NaN, Inf, and what is too large once scaled; a is [E or 1, r, in]."""
+        if not self.is_in_range(scale, a.shape[1]):
             require_finite(f"{name}.lora_A", a)
             for b in bs:
                 require_finite(f"{name}.lora_B", b, scale)
-        self.count_pair(name, [a], bs)
+                _check_change(name, a, b, scale)
 
-    def is_in_range(self, scale: float) -> bool:
-        """Whether no tensor of the file can be too large once `scale` is applied."""
-        return self.largest * max(1.0, abs(scale)) <= LARGEST
+    def is_in_range(self, scale: float, rank: int) -> bool:
+        """Whether no pair of this rank in the file can be too large once `scale` is applied."""
+        factor = max(1.0, abs(scale))
+        change = self.largest * self.largest * factor * rank
+        return self.largest * factor <= LARGEST and change <= LARGEST_CHANGE
 
     def check_rank(self, name: str, rank: int) -> None:
         """Refuse too large a rank."""
@@ -94,6 +103,23 @@ class Context:
         """Checked factors: a [E or 1, r, in], b [E or 1, out, r]."""
         self.check(name, a, [b], scale)
         return Factors(a, b, scale)
+
+
+def _check_change(name: str, a: torch.Tensor, b: torch.Tensor, scale: float) -> None:
+    """Refuse a pair whose product no model can compute with."""
+    largest_a, largest_b, rank = largest_of(a), largest_of(b), a.shape[1]
+    change = largest_a * largest_b * abs(scale) * rank
+    if not change <= LARGEST_CHANGE:
+        raise AdapterError(
+            f"{name} may change weights by {change:.3g}: scale {scale:g}, rank {rank}, "
+            f"lora_A up to {largest_a:.3g} in {_dtype(a)}, lora_B up to {largest_b:.3g} in "
+            f"{_dtype(b)}. Beyond {LARGEST_CHANGE:g} no answer would be finite: check "
+            "lora_alpha, alpha_pattern and the training"
+        )
+
+
+def _dtype(x: torch.Tensor) -> str:
+    return str(x.dtype).removeprefix("torch.")
 
 
 def dimensions(target: ExpertsTarget, projection: str) -> tuple[int, int]:

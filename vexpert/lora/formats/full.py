@@ -14,6 +14,7 @@ import torch
 from vexpert.errors import AdapterError
 from vexpert.lora.checks import require_finite, same_values
 from vexpert.lora.formats.context import Context, shapes
+from vexpert.lora.key_lists import counted
 from vexpert.lora.keys import Piece
 from vexpert.lora.types import EmbeddingTarget, ExpertsTarget, LinearTarget, TargetMap
 
@@ -58,8 +59,8 @@ def read_full(
         context.note_format("full parameters")
     if copies:
         context.warnings.append(
-            f"{len(copies)} copies of base weights taken as unchanged, not compared, first "
-            f"{copies[0]}"
+            f"{counted(len(copies), 'copy', 'copies')} of base weights taken as unchanged, not "
+            f"compared, first {copies[0]}"
         )
     return result
 

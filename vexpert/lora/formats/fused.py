@@ -16,7 +16,7 @@ import torch
 from vexpert.errors import AdapterError
 from vexpert.lora import versions
 from vexpert.lora.formats.context import Context, dimensions, shapes, split_rows
-from vexpert.lora.keys import Piece, Slots
+from vexpert.lora.keys import PREFIX, Piece, Slots
 from vexpert.lora.types import ExpertsFactors, ExpertsTarget, Factors
 
 # Classes whose weights are [E, in, out] but that lack the attribute `is_transposed`.
@@ -77,12 +77,14 @@ def _is_flat(slots: Slots, name: str) -> bool:
 def _pair(target: ExpertsTarget, name: str, slots: Slots) -> FusedPair:
     parts = {part: by for (projection, part), by in slots.items() if projection == name}
     a, b = parts.pop("A", {}).get(None), parts.pop("B", {}).get(None)
-    if a is None or b is None or parts:
-        keys = [piece.key for by in slots.values() for piece in by.values()]
+    if parts:
+        keys = [piece.key for by in parts.values() for piece in by.values()]
         raise AdapterError(
-            f"{', '.join(keys)}: {target.path} needs one lora_A and one lora_B for each parameter; "
-            "the file is incomplete, or its format is unknown"
+            f"{', '.join(keys)}: not supported for routed experts, whose parameters have one "
+            "lora_A and one lora_B each; the format is unknown"
         )
+    assert a is not None, "check_halves"
+    assert b is not None, "check_halves"
     module = a.module.removesuffix(".base_layer")
     if name not in ("inner", "outer") and not module.endswith(("_proj", "_projs")):
         module = f"{module}.weight"  # granitemoe's input_linear on transformers 4
@@ -114,9 +116,11 @@ def _assign(inner: FusedPair | None, outer: FusedPair | None, context: Context) 
     """The wrappers of one experts module with the parameters they wrap."""
     if outer is None:
         assert inner is not None
+        key = f"{PREFIX}{inner.name}"
         raise AdapterError(
-            f"{inner.keys}: the inner wrapper's outer partner ({inner.name}.lora_A) is missing: "
-            "the file is incomplete; save the adapter again"
+            f"{key}.base_layer.lora_{{A,B}}.weight, of {parameter_name(inner.target, 'gate_up')}, "
+            f"are in the file, but not {key}.lora_{{A,B}}.weight, of down_proj, which PEFT saves "
+            "beside them: the file is incomplete; save the adapter again"
         )
     if inner is None:
         return [_single(outer, context)]

@@ -69,7 +69,6 @@ def read_projection(
 ) -> dict[str, Factors]:
     """Factors by projection from the pieces of gate, up, down or gate_up, by part and expert."""
     a_pieces, b_pieces = parts.get("A", {}), parts.get("B", {})
-    _require_partners(target, a_pieces, b_pieces)
     plain = _read_plain(target, projection, a_pieces, b_pieces, context)
     if plain is not None:
         return {projection: plain}
@@ -109,7 +108,7 @@ def _read_plain(
         return None
     scale = context.scale(a[0].module, rank)
     same = all(context.scale(a[e].module, rank) == scale for e in experts)
-    if not same or not context.is_in_range(scale):
+    if not same or not context.is_in_range(scale, rank):
         return None
     name = f"{target.path}.{projection}"
     context.check_rank(name, rank)
@@ -139,21 +138,6 @@ def read_magnitudes(
         return {"up" if projection == "gate_up" else projection: found}
     gate, up = split_rows(target, found.unsqueeze(-1))
     return {"gate": gate.squeeze(-1).contiguous(), "up": up.squeeze(-1).contiguous()}
-
-
-def _require_partners(target: ExpertsTarget, a: Pieces, b: Pieces) -> None:
-    mixed = set(a) == {None} or set(b) == {None}
-    if a and b and (mixed or set(a) == set(b)):
-        return
-    lonely = [pieces[e].key for pieces, e in _differences(a, b)]
-    raise AdapterError(
-        f"{target.path}: {len(lonely)} tensors have no partner, first {lonely[0]}; each lora_A "
-        "needs its lora_B: the file is incomplete, save the adapter again"
-    )
-
-
-def _differences(a: Pieces, b: Pieces) -> list[tuple[Pieces, int | None]]:
-    return [(a, e) for e in a if e not in b] + [(b, e) for e in b if e not in a]
 
 
 def _side(target: ExpertsTarget, pieces: Pieces, size: int, is_b: bool) -> Side:
@@ -220,6 +204,8 @@ def _scaled(
     first = next(iter(scales.values()))
     if all(scale == first for scale in scales.values()):
         return first, b.tensor
+    name = next(iter(pieces.values())).module
+    context.check_values(name, a.tensor, [b.tensor], max(scales.values(), key=abs))
     factor = torch.zeros(target.num_experts, 1, 1)
     for expert, scale in scales.items():
         factor[expert] = scale

@@ -3,6 +3,14 @@
 from vexpert.lora.layers.embedding import LoraEmbedding
 from vexpert.lora.layers.experts import experts_hooks
 from vexpert.lora.layers.linear import LoraLinear, LoraLmHead
+from vexpert.lora.layers.packed_linear import LoraPackedLinear
 from vexpert.lora.layers.router import wrap_router
 
-__all__ = ["LoraEmbedding", "LoraLinear", "LoraLmHead", "experts_hooks", "wrap_router"]
+__all__ = [
+    "LoraEmbedding",
+    "LoraLinear",
+    "LoraLmHead",
+    "LoraPackedLinear",
+    "experts_hooks",
+    "wrap_router",
+]

@@ -43,7 +43,9 @@ class _ExpertsLora:
             (delta.site, delta.table) if is_adapted else None
             for delta, is_adapted in zip((self.gate_up, self.down), adapted, strict=True)
         )
-        return replace(hooks, fused=ExpertsLora(view.slots, view.active_slots, up, down))
+        ranks = self.gate_up.most_rank(view), self.down.most_rank(view)
+        lora = ExpertsLora(view.slots, view.active_slots, up, down, ranks, view.most_adapters)
+        return replace(hooks, fused=lora)
 
     def _can_fuse(self, view: BatchView) -> bool:
         """Extras and the classic path need the layer step by step."""

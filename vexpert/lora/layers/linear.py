@@ -8,6 +8,7 @@ from vexpert.errors import UnsupportedError
 from vexpert.lora.layers.rows import SiteDelta
 from vexpert.lora.types import BatchView, LinearTarget, LoraState
 from vexpert.ops.backend import LoraBackend
+from vexpert.ops.types import PackedLora
 from vexpert.ops.wide_linear import Product, choose_linear
 
 
@@ -46,13 +47,38 @@ class LoraLinear(nn.Linear):
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         """x [..., in] -> [..., out]; the leading dimensions, flattened, are the step's rows."""
-        y = self.product(x, self.weight, self.bias)
         view = self.delta.state.view
+        if self.delta.backend.can_pack:
+            return self._packed(x, view)
+        y = self.product(x, self.weight, self.bias)
         if view is not None and self.delta.is_adapted(view):
-            groups = self.delta.shared_group(view, self.rows_key, self.slots(view))
             rows = x.reshape(-1, self.in_features)
-            self.delta.add(view, groups, rows, y.view(-1, self.out_features), bias=self.bias)
+            self._add(view, rows, y.view(-1, self.out_features))
         return y
+
+    def _packed(self, x: torch.Tensor, view: BatchView | None) -> torch.Tensor:
+        """Base and LoRA as one operation of the backend, where the step allows it."""
+        backend, delta = self.delta.backend, self.delta
+        rows = x.reshape(-1, self.in_features)
+        if view is None or not delta.is_adapted(view):
+            y = backend.packed_linear(rows, self.weight, self.bias, None)
+        elif delta.fits(view, x, self.weight):
+            routing = delta.shared_group(view, self.rows_key, self.slots(view)).routing
+            assert routing is not None, "the classic path does not fit"
+            ranks, most = (delta.most_rank(view),), view.most_adapters
+            lora = PackedLora(
+                (delta.site,), (delta.table,), routing, view.active_slots, ranks, most
+            )
+            y = backend.packed_linear(rows, self.weight, self.bias, lora)
+        else:
+            y = backend.packed_linear(rows, self.weight, self.bias, None)
+            self._add(view, rows, y)
+        return y.view(*x.shape[:-1], self.out_features)
+
+    def _add(self, view: BatchView, rows: torch.Tensor, y: torch.Tensor) -> None:
+        """Add the delta and extras of the step to y [R, out] in place."""
+        groups = self.delta.shared_group(view, self.rows_key, self.slots(view))
+        self.delta.add(view, groups, rows, y, bias=self.bias)
 
 
 class LoraLmHead(LoraLinear):

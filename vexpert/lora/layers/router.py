@@ -58,6 +58,11 @@ def wrap_router(
     delta = SiteDelta(target.site, state, backend)
     own_forward = module.forward
 
+    def is_adapted() -> bool:
+        return state.view is not None and delta.is_adapted(state.view)
+
+    module.vexpert_adapted = is_adapted  # type: ignore[assignment]
+
     @functools.wraps(own_forward)
     def forward(*args: Any, **kwargs: Any) -> Any:
         view = state.view

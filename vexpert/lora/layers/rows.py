@@ -24,13 +24,28 @@ class SiteDelta:
         assert self.state.tables is not None, "a view is set, but no adapter pool"
         return self.state.tables[self.site.index]
 
+    def most_rank(self, view: BatchView) -> int:
+        """No active adapter has a higher rank at this site; 0: none adapts it. From the host."""
+        if view.signature is not None:
+            return view.signature.ranks[self.site.index]
+        ranks = self.table.host_rank
+        return max(ranks[slot] for slot in view.active_slots)
+
     def is_adapted(self, view: BatchView) -> bool:
         """Whether an active slot adapts this site; decided on the host."""
-        ranks = self.table.host_rank
-        for slot in view.active_slots:  # half the time of any(), in every layer
-            if ranks[slot]:
-                return True
-        return self.site.index in self.state.extras
+        return self.most_rank(view) > 0 or self.site.index in self.state.extras
+
+    def fits(self, view: BatchView, *tensors: torch.Tensor) -> bool:
+        """Whether one operation of the backend may do base and LoRA of a step.
+
+        Extras, the classic path and dtypes other than the arena's go site by site.
+        """
+        dtype = self.table.arena.dtype
+        return (
+            view.use_virtual_experts
+            and self.site.index not in self.state.extras
+            and all(tensor.dtype is dtype for tensor in tensors)
+        )
 
     def group(
         self, view: BatchView, slots: torch.Tensor, experts: torch.Tensor | None

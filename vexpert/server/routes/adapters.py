@@ -14,25 +14,25 @@ from vexpert.server.service import allowed_models, service_of
 router = APIRouter()
 
 
-def _entries(request: Request) -> list[dict[str, Any]]:
+async def _entries(request: Request) -> list[dict[str, Any]]:
     """The versions that the request's API key is for."""
     allowed = allowed_models(request)
-    infos = service_of(request).engine.engine.adapters()
+    infos = await service_of(request).engine.versions()
     return [dataclasses.asdict(i) for i in infos if allowed is None or i.name in allowed]
 
 
 @router.get("/v1/adapters")
 async def list_adapters(request: Request) -> dict[str, Any]:
     """Every version of every adapter, errored and draining ones too, with its state and tier."""
-    return {"object": "list", "data": _entries(request)}
+    return {"object": "list", "data": await _entries(request)}
 
 
 @router.get("/v1/adapters/{name:path}")
 async def retrieve_adapter(name: str, request: Request) -> dict[str, Any]:
     """The versions of one adapter; 404 if there is none."""
-    entries = [entry for entry in _entries(request) if entry["name"] == name]
+    entries = [entry for entry in await _entries(request) if entry["name"] == name]
     if not entries:
-        raise service_of(request).unknown_model(name)
+        raise await service_of(request).unknown_model(name)
     return {"object": "list", "data": entries}
 
 

@@ -30,14 +30,14 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """
     service = service_of(request)
     body.check()
-    service.admit(request, body.model)
+    await service.admit(request, body.model)
     plan = plan_tools(body, service.tool_format())
     job = await _job(service, body, plan)
     formatter = ChatFormatter(body, job.request_id, plan)
     try:
         return await answer(request, service, job, formatter, body.model)
     except AdapterNotFoundError as error:
-        raise service.unknown_model(body.model) from error
+        raise await service.unknown_model(body.model) from error
 
 
 def _constraint(body: ChatCompletionRequest, plan: ToolPlan | None) -> StructuredOutputs | None:
@@ -53,14 +53,14 @@ def _constraint(body: ChatCompletionRequest, plan: ToolPlan | None) -> Structure
 
 async def _job(service: Service, body: ChatCompletionRequest, plan: ToolPlan | None) -> Job:
     constraint = _constraint(body, plan)
-    adapter = service.adapter_of(body.model)
-    folder = None if adapter is None else service.engine.engine.adapter_folder(adapter)
+    adapter = await service.adapter_of(body.model)
+    folder = None if adapter is None else await service.engine.adapter_folder(adapter)
     tools, opening = ([], "") if plan is None else (plan.for_template(), plan.opening)
     prompt = await service.prompts.chat(body, folder, tools, opening)
-    room = output_room(prompt, body.output_limit, service.max_model_len, "messages")
+    room = output_room(prompt, body.output_limit, service.facts.max_model_len, "messages")
     params = body.build_params(
         service.options.sampling_defaults,
-        service.info.vocab_size,
+        service.facts.vocab_size,
         max_tokens=room,
         logprobs=body.wanted_logprobs,
         structured_outputs=constraint,

@@ -25,13 +25,13 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Continue one or many prompts with the base model or with the adapter that `model` names."""
     service = service_of(request)
     body.check()
-    service.admit(request, body.model, len(body.prompts) * (body.n or 1))
+    await service.admit(request, body.model, len(body.prompts) * (body.n or 1))
     job = await _job(service, body)
     formatter = CompletionFormatter(body, job, service.prompts)
     try:
         return await answer(request, service, job, formatter, body.model)
     except AdapterNotFoundError as error:
-        raise service.unknown_model(body.model) from error
+        raise await service.unknown_model(body.model) from error
 
 
 async def _job(service: Service, body: CompletionRequest) -> Job:
@@ -39,13 +39,13 @@ async def _job(service: Service, body: CompletionRequest) -> Job:
     prompts = await service.prompts.plain(body.prompts, special)
     # An echo of the prompt alone still takes one step, which gives its log-probabilities.
     wanted = 1 if body.max_tokens == 0 else body.max_tokens
-    limits = [_limit(prompt, wanted, service.max_model_len) for prompt in prompts]
+    limits = [_limit(prompt, wanted, service.facts.max_model_len) for prompt in prompts]
     asked: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": body.constraint()}
     if body.echo and body.logprobs is not None:
         asked["prompt_logprobs"] = max(body.logprobs, body.prompt_logprobs or 0)
     params = [
         body.build_params(
-            service.options.sampling_defaults, service.info.vocab_size, max_tokens=limit, **asked
+            service.options.sampling_defaults, service.facts.vocab_size, max_tokens=limit, **asked
         )
         for limit in limits
     ]
@@ -53,7 +53,7 @@ async def _job(service: Service, body: CompletionRequest) -> Job:
         new_id("cmpl"),
         prompts,
         params,
-        service.adapter_of(body.model),
+        await service.adapter_of(body.model),
         stream=bool(body.stream),
         timeout=service.options.request_timeout,
         prompt_only=body.max_tokens == 0,

@@ -17,21 +17,22 @@ router = APIRouter()
 
 @router.get("/health")
 async def health(request: Request) -> Response:
-    """200 while the engine runs, 503 after it failed."""
-    failure = service_of(request).engine.failure
-    if failure is None:
+    """200 while the engine runs or is started again, 503 after it failed for good."""
+    engine = service_of(request).engine
+    if engine.failure is None or engine.is_restarting:
         return Response(status_code=200)
-    response = error_response(failure)
-    response.status_code = 503
-    return response
+    return error_response(engine.failure)
 
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
     """200 while new requests are taken, 503 once the server drains or the engine has failed."""
-    if service_of(request).is_draining:
+    service = service_of(request)
+    if service.is_draining:
         return error_response(ShuttingDownError("the server is shutting down"))
-    return await health(request)
+    if service.engine.failure is not None:
+        return error_response(service.engine.failure)
+    return Response(status_code=200)
 
 
 @router.get("/ping")

@@ -10,39 +10,39 @@ from vexpert.server.service import Service, allowed_models, service_of
 router = APIRouter()
 
 
-def _entries(service: Service) -> list[dict[str, Any]]:
+async def _entries(service: Service) -> list[dict[str, Any]]:
     common = {"object": "model", "created": service.created, "owned_by": "vexpert"}
-    limits = {"max_model_len": service.max_model_len, "vocab_size": service.info.vocab_size}
-    root = service.engine.engine.config.model or service.info.name
+    limits = {"max_model_len": service.facts.max_model_len, "vocab_size": service.facts.vocab_size}
+    root = service.facts.model or service.facts.name
     bases = [
         {"id": name, **common, "root": root, "parent": None, **limits}
         for name in service.base_names
     ]
     adapters = [
         {"id": info.name, **common, "root": info.path, "parent": service.base_names[0], **limits}
-        for info in service.engine.adapters()
+        for info in await service.engine.adapters()
     ]
     return bases + adapters
 
 
-def _entries_for(request: Request) -> list[dict[str, Any]]:
+async def _entries_for(request: Request) -> list[dict[str, Any]]:
     """The entries that the request's API key is for."""
     allowed = allowed_models(request)
-    entries = _entries(service_of(request))
+    entries = await _entries(service_of(request))
     return [entry for entry in entries if allowed is None or entry["id"] in allowed]
 
 
 @router.get("/v1/models")
 async def list_models(request: Request) -> dict[str, Any]:
     """Every name that a request's `model` field may hold."""
-    return {"object": "list", "data": _entries_for(request)}
+    return {"object": "list", "data": await _entries_for(request)}
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     """One of them; 404 if nobody has this name."""
     service = service_of(request)
-    for entry in _entries_for(request):
+    for entry in await _entries_for(request):
         if entry["id"] == model:
             return entry
-    raise service.unknown_model(model)
+    raise await service.unknown_model(model)

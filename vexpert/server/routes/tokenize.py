@@ -20,12 +20,15 @@ router = APIRouter()
 async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     """The tokens that a prompt or a conversation would be."""
     service = service_of(request)
-    _check_model(service, request, body.model)
+    await _check_model(service, request, body.model)
     prompt = await _prompt(service, body)
     tokens = prompt.token_ids
     texts = await service.prompts.pieces(tokens) if body.return_token_strs else None
     return TokenizeResponse(
-        count=len(tokens), max_model_len=service.max_model_len, tokens=tokens, token_strs=texts
+        count=len(tokens),
+        max_model_len=service.facts.max_model_len,
+        tokens=tokens,
+        token_strs=texts,
     )
 
 
@@ -33,8 +36,8 @@ async def _prompt(service: Service, body: TokenizeRequest) -> Prompt:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return (await service.prompts.plain([body.prompt], special))[0]
-    adapter = None if body.model is None else service.adapter_of(body.model)
-    folder = None if adapter is None else service.engine.engine.adapter_folder(adapter)
+    adapter = None if body.model is None else await service.adapter_of(body.model)
+    folder = None if adapter is None else await service.engine.adapter_folder(adapter)
     assert body.messages is not None
     conversation: Conversation = body  # type: ignore[assignment]  # messages is set
     tools = [tool.for_template() for tool in body.tools or []]
@@ -45,18 +48,18 @@ async def _prompt(service: Service, body: TokenizeRequest) -> Prompt:
 async def detokenize(body: DetokenizeRequest, request: Request) -> DetokenizeResponse:
     """The text of tokens."""
     service = service_of(request)
-    _check_model(service, request, body.model)
+    await _check_model(service, request, body.model)
     return DetokenizeResponse(prompt=await service.prompts.text(body.tokens))
 
 
-def _check_model(service: Service, request: Request, model: str | None) -> None:
+async def _check_model(service: Service, request: Request, model: str | None) -> None:
     """Raise ApiError for a model that nobody serves, or that the API key is not for."""
     if model is None:
         return
-    service.check_allowed(request, model)
-    adapter = service.adapter_of(model)
-    if adapter is not None and service.engine.engine.adapter_folder(adapter) is None:
-        raise service.unknown_model(model)
+    await service.check_allowed(request, model)
+    adapter = await service.adapter_of(model)
+    if adapter is not None and await service.engine.adapter_folder(adapter) is None:
+        raise await service.unknown_model(model)
 
 
 @router.post("/v1/embeddings", include_in_schema=False)

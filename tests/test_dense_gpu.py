@@ -1,0 +1,71 @@
+"""Packed dense layers on a GPU: the plans as they are, every dtype, graphs whose slots change."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+from helpers_dense import Packed, make_packed
+from helpers_lora import TOLERANCE, bits, relative_error
+
+from vexpert.ops.backend import select_backend
+
+pytestmark = pytest.mark.gpu
+ROWS = (1, 2, 8, 16, 17, 32, 33, 100, 128, 200, 700, 3000)
+
+
+def make(rows: int, dtype: torch.dtype, **options: object) -> Packed:
+    given = {"depth": 512, "sizes": (256, 64, 48), "bias": rows % 2 == 0, "align": 8} | options
+    return make_packed(rows, dtype=dtype, device="cuda", **given)  # type: ignore[arg-type]
+
+
+def run(case: Packed, with_lora: bool) -> torch.Tensor:
+    backend = select_backend("triton", "cuda", case.x.dtype)
+    return backend.packed_linear(case.x, case.weight, case.bias, case.lora() if with_lora else None)
+
+
+@pytest.mark.parametrize("dtype", list(TOLERANCE), ids=str)
+@pytest.mark.parametrize("rank", [16, 64, 100])
+@pytest.mark.parametrize("rows", ROWS)
+def test_equals_reference(rows: int, rank: int, dtype: torch.dtype) -> None:
+    case = make(rows, dtype, max_rank=rank)
+    base, out = run(case, False), run(case, True)
+    assert relative_error(base, case.reference(False)) < TOLERANCE[dtype]
+    assert relative_error(out, case.reference(True)) < TOLERANCE[dtype]
+    idle = case.slots < 0
+    assert torch.equal(out[idle], base[idle])
+    other = replace(case, slots=(case.slots + 1) % case.num_slots)
+    if rows > 1:  # a neighbour's adapter is seen
+        assert relative_error(run(other, True), case.reference(True)) > 3 * TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rows", [1, 5, 40])
+def test_odd_sizes_and_strides(rows: int, dtype: torch.dtype) -> None:
+    case = make(rows, dtype, depth=37, sizes=(21, 5, 50), align=1, spread=True)
+    for given in (case, replace(case, weight=case.weight.t().contiguous().t())):
+        assert relative_error(run(given, True), case.reference(True)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("rows", [1, 8, 32, 128, 1000])
+def test_a_graph_follows_new_slots_tables_and_inputs(rows: int) -> None:
+    """Nothing of the capture is remembered; replays are equal bit for bit."""
+    case, dtype = make(rows, torch.bfloat16), torch.bfloat16
+    stream = torch.cuda.Stream()
+    stream.wait_stream(torch.cuda.current_stream())
+    with torch.cuda.stream(stream):
+        run(case, True)
+    torch.cuda.current_stream().wait_stream(stream)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        y = run(case, True)
+    for turn in range(1, 4):
+        case.x.copy_(torch.randn_like(case.x))
+        case.slots.copy_(torch.randint(-1, case.num_slots, (rows,), device="cuda"))
+        if turn == 3:  # an adapter leaves its slot
+            for table in case.tables:
+                table.packed[:, 0] = 0
+        graph.replay()
+        first = y.clone()
+        assert relative_error(first, case.reference(True)) < TOLERANCE[dtype]
+        graph.replay()
+        assert torch.equal(bits(first), bits(y))

@@ -1,0 +1,209 @@
+"""`vexpert serve` and its engine's process: kills, orphans, restarts, and what cannot start."""
+
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+import httpx
+import pytest
+from helpers_demo import expected
+from helpers_server import wait_for
+
+import vexpert
+from vexpert.demo import adapter_paths
+
+ROOT = str(Path(vexpert.__file__).parents[1])
+SCRIPT = str(Path(__file__).with_name("helpers_serve_process.py"))
+REAL, FAKE = ["-m", "vexpert"], [SCRIPT]
+BASE = "vexpert-demo"
+LONG = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 240, "temperature": 0}
+
+
+@dataclass
+class Server:
+    """A running `vexpert serve`."""
+
+    process: "subprocess.Popen[str]"
+    url: str = ""
+    log: list[str] = field(default_factory=list)
+
+    def read_log(self) -> None:
+        assert self.process.stderr is not None
+        self.log.extend(self.process.stderr)  # as lines come
+
+    def engines(self) -> list[int]:
+        """Processes of its engines, in the order of their starts."""
+        found = re.findall(r"the engine runs in process (\d+)", "".join(list(self.log)))
+        return [int(pid) for pid in found]
+
+    def ask(self, model: str, word: str) -> str:
+        body = {"model": model, "messages": [{"role": "user", "content": word}], "temperature": 0}
+        answer = httpx.post(f"{self.url}/v1/chat/completions", json=body, timeout=30)
+        assert answer.status_code == 200, answer.text
+        return str(answer.json()["choices"][0]["message"]["content"])
+
+    def get(self, path: str) -> httpx.Response:
+        return httpx.get(self.url + path, timeout=10)
+
+    def post(self, path: str, body: Any) -> httpx.Response:
+        return httpx.post(self.url + path, json=body, timeout=30)
+
+
+@contextmanager
+def serving(program: list[str], *words: str) -> Iterator[Server]:
+    """A server that is ready; it may have ended when the block does."""
+    process = subprocess.Popen(
+        [sys.executable, *program, "serve", "--port", "0", *words],
+        env=os.environ | {"PYTHONPATH": ROOT},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        start_new_session=True,
+    )
+    server = Server(process)
+    reading = threading.Thread(target=server.read_log)
+    reading.start()
+    try:
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line.startswith("vexpert ready: "), "".join(server.log)
+        server.url = line.split()[2]
+        yield server
+    finally:
+        process.kill()
+        process.communicate()
+        reading.join()
+
+
+def is_gone(pid: int) -> bool:
+    """Whether a process has ended; one that nobody has waited for counts."""
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return shown.stdout.strip()[:1] in ("", "Z")
+
+
+def test_a_killed_engine_fails_its_requests_at_once_and_is_started_again() -> None:
+    with serving(REAL, "--max-num-seqs", "16") as server:
+        path = str(adapter_paths()["reverse"])
+        server.post("/v1/load_lora_adapter", {"lora_name": "back", "lora_path": path})
+        server.post("/v1/unload_lora_adapter", {"lora_name": "shift"})
+        assert server.ask("back", "hello") == "olleh"
+        whole: list[httpx.Response] = []
+        asking = threading.Thread(
+            target=lambda: whole.append(server.post("/v1/completions", LONG | {"n": 8}))
+        )
+        asking.start()
+        with httpx.stream(
+            "POST", f"{server.url}/v1/completions", json=LONG | {"stream": True}, timeout=30
+        ) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            [engine] = server.engines()
+            os.kill(engine, signal.SIGKILL)
+            killed = time.monotonic()
+            events = [line.removeprefix("data: ") for line in lines if line]
+            asking.join()
+            assert time.monotonic() - killed < 2
+        error = json.loads(events[-2])["error"]
+        assert (error["code"], events[-1]) == ("engine_failed", "[DONE]")
+        assert "signal 9 (SIGKILL); it is started again" in error["message"]
+        assert whole[0].status_code == 503
+        assert whole[0].headers["retry-after"]
+        assert "SIGKILL" in whole[0].json()["error"]["message"]
+        assert server.get("/ready").status_code == 503  # not yet
+        assert server.get("/health").status_code == 200  # but alive
+        for path in ("/v1/models", "/metrics", "/v1/adapters"):
+            assert server.get(path).status_code == 503
+        wait_for(lambda: server.get("/ready").status_code == 200, 60)
+        names = [entry["id"] for entry in server.get("/v1/models").json()["data"]]
+        assert names == [BASE, "back", "reverse", "sort", "upper"]
+        for name in ("upper", "reverse", "sort"):
+            assert server.ask(name, "hello") == expected(name, "hello")
+        assert server.ask("back", "hello") == "olleh"
+        assert "vexpert:engine_restarts_total 1.0" in server.get("/metrics").text
+        assert len(server.engines()) == 2
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        wait_for(lambda: all(map(is_gone, server.engines())))
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_without_restarts_a_kill_ends_the_server_with_the_reason() -> None:
+    with serving(FAKE, "--engine-restarts", "0") as server:
+        [engine] = server.engines()
+        os.kill(engine, signal.SIGKILL)
+        assert server.process.wait(20) == 1
+    assert "ended by signal 9 (SIGKILL); the server ends" in "".join(server.log)
+    assert "Traceback" not in "".join(server.log)
+
+
+def test_a_killed_server_leaves_no_engine() -> None:
+    with serving(FAKE) as server:
+        [engine] = server.engines()
+        assert not is_gone(engine)
+        server.process.kill()
+        wait_for(lambda: is_gone(engine))
+
+
+def test_a_signal_to_all_processes_is_the_servers_to_obey() -> None:
+    with serving(FAKE, "--shutdown-timeout", "30") as server:
+        body = LONG | {"stream": True, "max_tokens": 200}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            os.killpg(server.process.pid, signal.SIGINT)
+            events = [line for line in lines if line]
+        assert events[-1] == "data: [DONE]"
+        assert '"error"' not in "".join(events)
+        assert server.process.wait(20) == 0
+        wait_for(lambda: is_gone(server.engines()[0]))
+
+
+def test_at_the_deadline_what_runs_in_the_process_is_cut() -> None:
+    with serving(FAKE, "--shutdown-timeout", "0.2") as server:
+        body = LONG | {"stream": True, "max_tokens": 240}
+        with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=30) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            server.process.send_signal(signal.SIGTERM)
+            events = [line.removeprefix("data: ") for line in lines if line]
+        assert json.loads(events[-2])["error"]["code"] == "shutting_down"
+        assert server.process.wait(20) == 0
+        wait_for(lambda: is_gone(server.engines()[0]))
+
+
+def test_the_engine_ignores_signals() -> None:
+    with serving(FAKE) as server:
+        [engine] = server.engines()
+        for number in (signal.SIGINT, signal.SIGTERM):
+            os.kill(engine, number)
+        assert server.ask("upper", "hello") == "HELLO"
+        assert server.engines() == [engine]
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["/no/such/folder"], "/no/such/folder"),
+        (["--kv-cache-memory", str(2**60)], "bytes are free; use less"),
+    ],
+)
+def test_what_cannot_start_says_why_in_one_line(words: list[str], told: str) -> None:
+    command = [sys.executable, "-m", "vexpert", "serve", "--port", "0", *words]
+    done = subprocess.run(
+        command, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=60
+    )
+    assert done.returncode == 2
+    assert done.stdout == ""
+    assert "Traceback" not in done.stderr
+    [error] = [line for line in done.stderr.splitlines() if line.startswith("error: ")]
+    assert told in error

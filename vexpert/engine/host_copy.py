@@ -1,0 +1,22 @@
+"""Results on their way from the device to the host, without a wait where they are asked for."""
+
+import torch
+
+
+class HostCopy:
+    """Copies of `tensors`, begun on the current stream; on a CPU the tensors themselves."""
+
+    def __init__(self, tensors: list[torch.Tensor]) -> None:
+        self._copied: torch.cuda.Event | None = None
+        self._tensors = tensors
+        if tensors and tensors[0].is_cuda:
+            # Pinned: PyTorch does that for a copy that does not block.
+            self._tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
+            self._copied = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            self._copied.record()
+
+    def wait(self) -> list[torch.Tensor]:
+        """The copies, complete."""
+        if self._copied is not None:
+            self._copied.synchronize()
+        return self._tensors

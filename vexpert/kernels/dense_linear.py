@@ -1,0 +1,166 @@
+"""A packed dense layer for few rows, LoRA included: y[r] = W x[r] + bias + B[site, slot] h[r].
+
+While the kernels before it still run, the shrink among them, it loads the factors of a tile's first
+runs and brings its weights to the L2.
+
+| array | shape | holds |
+|---|---|---|
+| x | [R, K] | |
+| weight | [sum of sizes, K] in any strides | |
+| h | [PLANES, R, sites * WIDTH] float32 | see `dense_shrink` |
+| row_at, run_at, row_run, run_slot, counts | | see `dense_order` |
+| table | | see `dense_tiles` |
+| y | [R, sum of sizes] | |
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vexpert.kernels.common import (
+    check_matrix,
+    dot_precision,
+    pdl_options,
+    pdl_release,
+    pdl_wait,
+)
+from vexpert.kernels.dense_order import RowOrder
+from vexpert.kernels.dense_tiles import (
+    DenseFactors,
+    DenseTile,
+    add_lora,
+    column_alignment,
+    column_blocks,
+    lora_options,
+    prefetch_rows,
+    rows_of_tile,
+    site_of,
+    stacked_b,
+)
+
+
+@dataclass(frozen=True)
+class DenseLora:
+    """What the product adds: shrunk rows and the factors that expand them."""
+
+    h: torch.Tensor  # [PLANES, R, sites * WIDTH] float32
+    order: RowOrder
+    factors: DenseFactors
+
+
+@triton.jit(do_not_specialize=["num_rows"])
+def _linear_kernel(
+    x, weight, bias, y, h, row_at, run_at, row_run, run_slot, counts, arena, table, num_rows,
+    num_slots, depth, site_step, stride_x, stride_wn, stride_wk, stride_h,
+    HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, IDENTITY: tl.constexpr, ONE_TILE: tl.constexpr,
+    SIZES: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr,
+    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr, ALIGNMENT: tl.constexpr,
+    COLUMN_ALIGNMENT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROW_BYTES: tl.constexpr,
+    PIECES: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_release(PDL)
+    start = tl.program_id(0) * BLOCK_M
+    site, before, block, size = site_of(tl.program_id(1), SIZES, BLOCK_N)
+    n = block * BLOCK_N + tl.arange(0, BLOCK_N)
+    inside = n < size
+    # Weights and factors before the wait: nothing that runs beside this kernel writes them.
+    if PIECES > 0:
+        line = block * BLOCK_N + tl.arange(0, PIECES) % BLOCK_N
+        line_at = weight + (before + tl.minimum(line, size - 1)).to(tl.int64) * stride_wn
+        prefetch_rows(line_at, size - block * BLOCK_N, ROW_BYTES, BLOCK_N, PIECES)
+    if HAS_LORA:
+        site_table = table + site.to(tl.int64) * site_step
+        row, mine, run, first, last = rows_of_tile(
+            start, row_at, run_at, row_run, counts, num_rows, IDENTITY, ONE_TILE, BLOCK_M
+        )
+        run0, b_tile0 = stacked_b(
+            first, last, 0, run_slot, arena, site_table, num_slots, n, inside, size, GROUP,
+            BLOCK_R, IDENTITY, ONE_TILE, ALIGNMENT,
+        )  # fmt: skip
+    else:
+        row = start + tl.arange(0, BLOCK_M)
+        mine = row < num_rows
+    pdl_wait(PDL)
+    column = tl.multiple_of(before + block * BLOCK_N, COLUMN_ALIGNMENT) + tl.arange(0, BLOCK_N)
+    k = tl.arange(0, BLOCK_K)
+    x_at = x + row.to(tl.int64)[:, None] * stride_x + k[None, :]
+    w_at = weight + column.to(tl.int64)[None, :] * stride_wn + k[:, None] * stride_wk
+    total = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
+    for at in range(0, depth, BLOCK_K):
+        if EVEN:
+            x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
+            w_tile = tl.load(w_at)
+        else:
+            within = at + k < depth
+            x_tile = tl.load(x_at, mask=mine[:, None] & within[None, :], other=0.0)
+            w_tile = tl.load(w_at, mask=inside[None, :] & within[:, None], other=0.0)
+        total = tl.dot(x_tile, w_tile, total, input_precision=PRECISION)
+        x_at += BLOCK_K
+        w_at += BLOCK_K * stride_wk
+    if HAS_BIAS:
+        total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if HAS_LORA:
+        total = add_lora(
+            total, run0, b_tile0, row, run, first, last, h, run_slot, arena, site_table, site, n,
+            inside, size, num_rows, num_slots, stride_h, IDENTITY, ONE_TILE, PLANES, WIDTH, GROUP,
+            BLOCK_R, RANK_STEPS, ALIGNMENT, PRECISION,
+        )  # fmt: skip
+    target = y + row.to(tl.int64)[:, None] * COLUMNS + column[None, :]
+    tl.store(target, total.to(y.dtype.element_ty), mask=mine[:, None] & inside[None, :])
+
+
+NO_LORA = {
+    "PLANES": 1, "WIDTH": 16, "GROUP": 1, "BLOCK_R": 16, "RANK_STEPS": 1, "ALIGNMENT": 1
+}  # fmt: skip
+
+
+def _pieces(weight: torch.Tensor, tile: DenseTile) -> int:
+    """Parts in which a program asks for its weights beforehand; 0: it does not."""
+    pieces = 32 * tile.num_warps
+    row = weight.shape[1] * weight.element_size()
+    even = row * tile.block_n % (16 * pieces) == 0 and tile.block_n <= pieces
+    return pieces if even and weight.is_contiguous() and weight.data_ptr() % 16 == 0 else 0
+
+
+def dense_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    sizes: tuple[int, ...],
+    lora: DenseLora | None,
+    tile: DenseTile,
+    pdl: bool = False,
+) -> torch.Tensor:
+    """y [R, sum of sizes], see the table above."""
+    check_matrix("x", x)
+    assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
+    assert sum(sizes) == weight.shape[0], (sizes, weight.shape)
+    rows, depth = x.shape
+    y = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
+    given, options = (x,) * 8, NO_LORA
+    if lora is not None:
+        order, factors = lora.order, lora.factors
+        given = (
+            lora.h, order.row, order.run, order.row_run, order.run_slot, order.counts,
+            factors.arena, factors.table,
+        )  # fmt: skip
+        options = lora_options(factors, lora.h.shape[0], tile)
+    even = depth % tile.block_k == 0 and all(size % tile.block_n == 0 for size in sizes)
+    _linear_kernel[(triton.cdiv(rows, tile.block_m), column_blocks(sizes, tile.block_n))](
+        x, weight, x if bias is None else bias, y, *given, rows,
+        0 if lora is None else lora.factors.num_slots, depth,
+        0 if lora is None else lora.factors.site_step, x.stride(0), *weight.stride(),
+        0 if lora is None else lora.h.shape[2],
+        HAS_BIAS=bias is not None, HAS_LORA=lora is not None,
+        IDENTITY=lora is not None and lora.order.is_identity, ONE_TILE=rows <= tile.block_m,
+        SIZES=sizes, COLUMNS=weight.shape[0], **options,
+        COLUMN_ALIGNMENT=column_alignment(sizes, tile.block_n), EVEN=even,
+        PRECISION=dot_precision(x.dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
+        BLOCK_K=tile.block_k, ROW_BYTES=depth * x.element_size(),
+        PIECES=_pieces(weight, tile) if pdl else 0, num_warps=tile.num_warps,
+        num_stages=tile.num_stages, **pdl_options(pdl),
+    )  # fmt: skip
+    return y

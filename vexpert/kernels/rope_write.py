@@ -1,0 +1,319 @@
+"""Per-head norm, rotary embedding and cache write of a step's queries, keys and values, in one.
+
+For token t and each head of q and k, x = its d elements, normed first if there is a norm:
+  a, b = x[FIRST(i)], x[SECOND(i)]                         i < R / 2, R the rotary width
+  x[FIRST(i)]  = a * cos[t, i * step] - b * sin[t, i * step]
+  x[SECOND(i)] = b * cos[t, i * step] + a * sin[t, i * step]
+halves: FIRST(i) = i, SECOND(i) = i + R / 2; interleaved: 2 i and 2 i + 1. Elements from R on stay.
+Products are rounded to the dtype of cos, as PyTorch does it.
+
+| array | shape | holds |
+|---|---|---|
+| q, k, v | [T, heads * d] | rows any stride apart: parts of one packed product, or three |
+| cos, sin | [T, >= R / 2 * step] | contiguous; not read if R is 0 |
+| cache_rows | [T] int64 | row of keys and values of each token; < 0: it has none |
+| q_out | [T, Hq, d] | contiguous |
+| keys, values | [rows, Hkv, d] | the cache, changed in place; what is not finite goes in as 0 |
+"""
+
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.norms import Norm, reference_rms_norm
+from vexpert.kernels.rms_norm import scale_rows
+
+
+@dataclass(frozen=True)
+class Rope:
+    """How a model rotates heads: which pairs, by which columns of cos and sin."""
+
+    width: int  # R; 0: heads are not rotated
+    interleaved: bool = False
+    step: int = 1  # columns of cos from one pair to the next
+
+
+@dataclass(frozen=True)
+class Heads:
+    """Sizes and norms of an attention's heads. A norm is as wide as a head, or as all of them."""
+
+    num_q: int
+    num_kv: int
+    width: int  # d
+    q_norm: Norm | None = None
+    k_norm: Norm | None = None
+
+
+@triton.jit
+def _load(at, mask, factor, weight, column, FORM: tl.constexpr, NORMED: tl.constexpr):
+    """Elements [heads, n] in float32, normed if asked."""
+    dtype: tl.constexpr = at.dtype.element_ty
+    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+    if NORMED:
+        w = column
+        if FORM != "plain":
+            w = tl.load(weight + column, mask=mask, other=0.0)
+        x = scale_rows(x * factor, w, FORM, dtype).to(tl.float32)
+    return x
+
+
+@triton.jit
+def _finite(x):
+    """x, and 0 where it is NaN or infinite."""
+    return tl.where(tl.abs(x) < float("inf"), x, 0.0)
+
+
+@triton.jit
+def _store(at, x, mask, CACHE: tl.constexpr):
+    if CACHE:
+        x = _finite(x)
+    tl.store(at, x.to(at.dtype.element_ty), mask=mask)
+
+
+@triton.jit
+def _rotate_heads(
+    source,
+    target,
+    weight,
+    cos,
+    sin,
+    eps,
+    first_head,
+    row,
+    HEADS: tl.constexpr,
+    BLOCK_H: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    STEP: tl.constexpr,
+    NORM: tl.constexpr,
+    FORM: tl.constexpr,
+    CACHE: tl.constexpr,
+):
+    """Heads first_head ... + BLOCK_H - 1 of one token; source and target point at its head 0.
+
+    Nothing is stored if row < 0.
+    """
+    cos_dtype: tl.constexpr = cos.dtype.element_ty
+    dtype: tl.constexpr = source.dtype.element_ty
+    head = (first_head + tl.arange(0, BLOCK_H))[:, None]
+    exists = head < HEADS
+    written = exists & (row + 0 * head >= 0)
+    factor = tl.zeros((BLOCK_H, 1), dtype=tl.float32)
+    line = 0 * head  # where the weight of a head starts
+    if NORM != "none":
+        all_d = tl.arange(0, BLOCK_D)[None, :]
+        inside = exists & (all_d < D)
+        x = tl.load(source + head * D + all_d, mask=inside, other=0.0).to(tl.float32)
+        squares = tl.sum(x * x, 1)
+        if NORM == "all":
+            factor += tl.rsqrt(tl.sum(squares, 0) / (HEADS * D) + eps)
+            line = head * D
+        else:
+            factor += tl.rsqrt(squares / D + eps)[:, None]
+    NORMED: tl.constexpr = NORM != "none"
+    if ROTARY > 0:
+        HALF: tl.constexpr = ROTARY // 2
+        pair = tl.arange(0, BLOCK_R)[None, :]
+        within = pair < HALF
+        if INTERLEAVED:
+            first = 2 * pair
+            second = 2 * pair + 1
+        else:
+            first = pair
+            second = pair + HALF
+        mask = exists & within
+        c = tl.load(cos + pair * STEP, mask=within, other=0.0).to(tl.float32)
+        s = tl.load(sin + pair * STEP, mask=within, other=0.0).to(tl.float32)
+        a = _load(source + head * D + first, mask, factor, weight, line + first, FORM, NORMED)
+        b = _load(source + head * D + second, mask, factor, weight, line + second, FORM, NORMED)
+        ac = (a * c).to(cos_dtype).to(tl.float32)
+        bs = (b * s).to(cos_dtype).to(tl.float32)
+        bc = (b * c).to(cos_dtype).to(tl.float32)
+        as_ = (a * s).to(cos_dtype).to(tl.float32)
+        _store(target + head * D + first, (ac - bs).to(dtype).to(tl.float32), mask & written, CACHE)
+        _store(
+            target + head * D + second, (bc + as_).to(dtype).to(tl.float32), mask & written, CACHE
+        )
+    if ROTARY < D:
+        rest = ROTARY + tl.arange(0, BLOCK_P)[None, :]
+        mask = exists & (rest < D)
+        x = _load(source + head * D + rest, mask, factor, weight, line + rest, FORM, NORMED)
+        _store(target + head * D + rest, x, mask & written, CACHE)
+
+
+@triton.jit
+def _rope_write_kernel(
+    q,
+    k,
+    v,
+    q_weight,
+    k_weight,
+    cos,
+    sin,
+    cache_rows,
+    q_out,
+    keys,
+    values,
+    stride_q,
+    stride_k,
+    stride_v,
+    stride_cos,
+    q_eps,
+    k_eps,
+    NUM_Q: tl.constexpr,
+    NUM_KV: tl.constexpr,
+    Q_BLOCK: tl.constexpr,
+    KV_BLOCK: tl.constexpr,
+    D: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    ROTARY: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_P: tl.constexpr,
+    INTERLEAVED: tl.constexpr,
+    STEP: tl.constexpr,
+    NORM: tl.constexpr,
+    Q_FORM: tl.constexpr,
+    K_FORM: tl.constexpr,
+    PDL: tl.constexpr,
+):
+    Q_PROGRAMS: tl.constexpr = (NUM_Q + Q_BLOCK - 1) // Q_BLOCK
+    KV_PROGRAMS: tl.constexpr = (NUM_KV + KV_BLOCK - 1) // KV_BLOCK
+    pdl_release(PDL)
+    pdl_wait(PDL)
+    part = tl.program_id(0) % (Q_PROGRAMS + 2 * KV_PROGRAMS)
+    token = (tl.program_id(0) // (Q_PROGRAMS + 2 * KV_PROGRAMS)).to(tl.int64)
+    cos += token * stride_cos
+    sin += token * stride_cos
+    if part < Q_PROGRAMS:
+        _rotate_heads(
+            q + token * stride_q, q_out + token * NUM_Q * D, q_weight, cos, sin, q_eps,
+            part * Q_BLOCK, token, NUM_Q, Q_BLOCK, D, BLOCK_D, ROTARY, BLOCK_R, BLOCK_P,
+            INTERLEAVED, STEP, NORM, Q_FORM, False,
+        )  # fmt: skip
+    else:
+        row = tl.load(cache_rows + token).to(tl.int64)
+        if part < Q_PROGRAMS + KV_PROGRAMS:
+            _rotate_heads(
+                k + token * stride_k, keys + row * NUM_KV * D, k_weight, cos, sin, k_eps,
+                (part - Q_PROGRAMS) * KV_BLOCK, row, NUM_KV, KV_BLOCK, D, BLOCK_D, ROTARY,
+                BLOCK_R, BLOCK_P, INTERLEAVED, STEP, NORM, K_FORM, True,
+            )  # fmt: skip
+        else:
+            _rotate_heads(
+                v + token * stride_v, values + row * NUM_KV * D, k_weight, cos, sin, k_eps,
+                (part - Q_PROGRAMS - KV_PROGRAMS) * KV_BLOCK, row, NUM_KV, KV_BLOCK, D,
+                BLOCK_D, 0, BLOCK_R, BLOCK_D, INTERLEAVED, STEP, "none", K_FORM, True,
+            )  # fmt: skip
+
+
+def _head_blocks(heads: Heads, tokens: int) -> tuple[int, int, str]:
+    """Heads of q and of k of one program, and the kind of norm."""
+    norm, block_d = heads.q_norm, power_of_two(heads.width, 16, 1024)
+    if norm is not None and norm.width != heads.width:
+        return power_of_two(heads.num_q, 1, 512), power_of_two(heads.num_kv, 1, 512), "all"
+    # Few tokens: a head a program, for their number; many: 1024 elements, for their size. The
+    # interpreter runs one program after another.
+    few = tokens <= 32 and not triton.knobs.runtime.interpret
+    most = 1 if few else max(1, 1024 // block_d)
+    q_block, kv_block = (power_of_two(count, 1, most) for count in (heads.num_q, heads.num_kv))
+    return q_block, kv_block, "none" if norm is None else "head"
+
+
+def rope_write(
+    q: torch.Tensor,
+    k: torch.Tensor,
+    v: torch.Tensor,
+    heads: Heads,
+    rope: Rope,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    cache_rows: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+    pdl: bool = False,
+) -> torch.Tensor:
+    """q_out [T, Hq, d]; writes keys and values. angles: (cos, sin); cache: (keys, values)."""
+    tokens, d = q.shape[0], heads.width
+    for name, x, count in (("q", q, heads.num_q), ("k", k, heads.num_kv), ("v", v, heads.num_kv)):
+        check_matrix(name, x)
+        assert x.shape == (tokens, count * d), (name, tuple(x.shape), tokens, heads)
+    for stored in cache:
+        assert stored.is_contiguous(), stored.stride()
+        assert stored.shape[1:] == (heads.num_kv, d), (tuple(stored.shape), heads)
+    cos, sin = angles
+    assert cos.stride() == sin.stride(), (cos.stride(), sin.stride())
+    q_out = torch.empty(tokens, heads.num_q, d, dtype=q.dtype, device=q.device)
+    if tokens == 0:
+        return q_out
+    q_block, kv_block, norm = _head_blocks(heads, tokens)
+    programs = triton.cdiv(heads.num_q, q_block) + 2 * triton.cdiv(heads.num_kv, kv_block)
+    _rope_write_kernel[(tokens * programs,)](
+        q,
+        k,
+        v,
+        *_weights(heads, q),
+        cos,
+        sin,
+        cache_rows,
+        q_out,
+        *cache,
+        q.stride(0),
+        k.stride(0),
+        v.stride(0),
+        cos.stride(0),
+        heads.q_norm.eps if heads.q_norm else 0.0,
+        heads.k_norm.eps if heads.k_norm else 0.0,
+        NUM_Q=heads.num_q,
+        NUM_KV=heads.num_kv,
+        Q_BLOCK=q_block,
+        KV_BLOCK=kv_block,
+        D=d,
+        BLOCK_D=power_of_two(d, 16, 1024),
+        ROTARY=rope.width,
+        BLOCK_R=power_of_two(rope.width // 2, 1, 512),
+        BLOCK_P=power_of_two(d - rope.width, 1, 1024),
+        INTERLEAVED=rope.interleaved,
+        STEP=rope.step,
+        NORM=norm,
+        Q_FORM=heads.q_norm.form if heads.q_norm else "plain",
+        K_FORM=heads.k_norm.form if heads.k_norm else "plain",
+        num_warps=power_of_two(q_block * d // 256, 1, 8),
+        **pdl_options(pdl),
+    )
+    return q_out
+
+
+def _weights(heads: Heads, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """The weights of both norms, or `none`."""
+    q_norm, k_norm = heads.q_norm, heads.k_norm
+    assert (q_norm is None) == (k_norm is None), heads
+    q_weight = none if q_norm is None or q_norm.weight is None else q_norm.weight
+    return q_weight, none if k_norm is None or k_norm.weight is None else k_norm.weight
+
+
+def reference_rotate(
+    x: torch.Tensor,
+    norm: Norm | None,
+    rope: Rope,
+    angles: tuple[torch.Tensor, torch.Tensor],
+) -> torch.Tensor:
+    """Normed and rotated heads [T, heads, d] of x [T, heads, d], in PyTorch."""
+    tokens, heads, d = x.shape
+    if norm is not None:
+        x = reference_rms_norm(x.reshape(tokens, -1, norm.width), norm).view(tokens, heads, d)
+    if rope.width == 0:
+        return x
+    half = rope.width // 2
+    cos, sin = (part[:, None, : half * rope.step : rope.step] for part in angles)
+    pair = torch.arange(half)
+    first, second = (2 * pair, 2 * pair + 1) if rope.interleaved else (pair, pair + half)
+    a, b = x[..., first], x[..., second]
+    out = x.clone()
+    out[..., first] = (a * cos - b * sin).to(x.dtype)
+    out[..., second] = (b * cos + a * sin).to(x.dtype)
+    return out

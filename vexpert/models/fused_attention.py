@@ -1,0 +1,147 @@
+"""Attention modules as: one product, one launch for norms, rope and cache, attention, o_proj."""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+
+from vexpert.kernels.norms import Norm
+from vexpert.kernels.rope_write import Heads, Rope, rope_write
+from vexpert.models.attention import AttentionLayer, Softmax
+from vexpert.models.fused_record import AttentionInputs, Call, Records, agree
+
+PROJECTIONS = ("q_proj", "k_proj", "v_proj")
+NORM_NAMES = ("q_norm", "k_norm")
+Angles = tuple[torch.Tensor, torch.Tensor]
+Project = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # x [..., in] -> q, k, v [..., out]
+
+
+class FusedAttention:
+    """The forward of one attention module over the paged cache."""
+
+    def __init__(self, module: Any, heads: Heads, rope: Rope, softmax: Softmax, pdl: bool) -> None:
+        self.module = module
+        self.heads = heads
+        self.rope = rope
+        self.softmax = softmax
+        self.pdl = pdl
+        self.project: Project = self._each
+
+    def _each(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+        module = self.module
+        return module.q_proj(x), module.k_proj(x), module.v_proj(x)
+
+    def __call__(
+        self, hidden_states: torch.Tensor, position_embeddings: Angles | None = None, **_: object
+    ) -> tuple[torch.Tensor, None]:
+        """hidden_states [1, T, H], (cos, sin) [1, T, R] each -> [1, T, H]."""
+        layer = self.module.vexpert_layer
+        assert isinstance(layer, AttentionLayer)
+        cache = layer.keys, layer.values
+        rows = layer.context.running.step.cache_rows
+        query = self.rotate(hidden_states, position_embeddings, rows, cache)
+        done = layer.attend(query, self.softmax)
+        return self.module.o_proj(done.view(1, done.shape[0], -1)), None
+
+    def rotate(
+        self,
+        hidden: torch.Tensor,
+        angles: Angles | None,
+        rows: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        """Queries [T, Hq, d]; keys and values go to `rows` [T] of the cache."""
+        q, k, v = (part[0] for part in self.project(hidden))
+        cos, sin = (q, q) if angles is None else (angles[0][0], angles[1][0])
+        return rope_write(q, k, v, self.heads, self.rope, (cos, sin), rows, cache, self.pdl)
+
+
+def _ropes(angles: Angles | None, d: int) -> list[Rope]:
+    """The ways in which models rotate heads of width d by tables as wide as `angles`."""
+    if angles is None:
+        return [Rope(0)]
+    width = angles[0].shape[-1]
+    ways = [Rope(width), Rope(2 * width), Rope(width, True), Rope(width, True, 2), Rope(0)]
+    return [way for way in ways if way.width <= d and way.width % 2 == 0]
+
+
+def recognise_attention(
+    module: nn.Module,
+    records: Records,
+    norms: dict[nn.Module, Norm],
+    pdl: bool,
+    likely: Rope | None = None,
+) -> FusedAttention | str:
+    """`module` fused, or why it is not. `likely`: the rope that is tried first."""
+    call, given = records.only(module), records.attention.get(module)
+    reason = _unlike(module, call, given, records)
+    if reason is not None:
+        return reason
+    assert call is not None
+    assert given is not None
+    found = [getattr(module, name, None) for name in NORM_NAMES]
+    own = [norms.get(norm) if norm is not None else None for norm in found]
+    if any((norm is None) != (known is None) for norm, known in zip(found, own, strict=True)):
+        return "its norm of queries or keys is of an unknown form"
+    heads = Heads(given.query.shape[1], given.key.shape[1], given.query.shape[3], *own)
+    options = given.options
+    scaling = options.get("scaling")
+    how = Softmax(
+        heads.width**-0.5 if scaling is None else scaling,
+        options.get("softcap"),
+        options.get("s_aux"),
+    )
+    angles = call.kwargs.get("position_embeddings")
+    for rope in sorted(_ropes(angles, heads.width), key=lambda way: way != likely):
+        fused = FusedAttention(module, heads, rope, how, pdl)
+        if _agrees(fused, call, given):
+            return fused
+    return "its queries or keys come out otherwise"
+
+
+def _unlike(
+    module: nn.Module, call: Call | None, given: AttentionInputs | None, records: Records
+) -> str | None:
+    """What in the module's structure is not that of q, k, v, attention, o; or None."""
+    linears = [getattr(module, name, None) for name in (*PROJECTIONS, "o_proj")]
+    if any(type(linear) is not nn.Linear for linear in linears):
+        return "its projections are not q, k, v and o"
+    if call is None or given is None:
+        return "it is not called once"
+    if given.key.shape != given.value.shape:
+        return "its keys and values differ in shape"
+    angles = call.kwargs.get("position_embeddings")
+    is_pair = isinstance(angles, tuple) and len(angles) == 2
+    if len(call.args) > 1 or not (angles is None or is_pair):
+        return "it takes its rotation in another way"
+    last = records.only(linears[3])  # type: ignore[arg-type]
+    flat = given.output.flatten(2)
+    if last is None or not torch.equal(last.hidden.view_as(flat), flat):
+        return "it changes what attention gives"
+    if (
+        not isinstance(call.output, tuple)
+        or len(call.output) != 2
+        or call.result is not last.output
+    ):
+        return "its result is not that of o_proj"
+    return None
+
+
+@torch.inference_mode()
+def _agrees(fused: FusedAttention, call: Call, given: AttentionInputs) -> bool:
+    """Whether queries, keys and values equal those that the module gave to attention."""
+    want = [part[0].transpose(0, 1) for part in (given.query, given.key, given.value)]
+    tokens, heads = want[0].shape[0], fused.heads
+    found = heads.q_norm, heads.k_norm
+    widths = tuple(norm.width for norm in found if norm is not None)
+    d = heads.width
+    if widths not in ((), (d, d), (heads.num_q * d, heads.num_kv * d)):
+        return False
+    rows = torch.arange(tokens, device=call.hidden.device)
+    keys, values = (
+        torch.zeros_like(part, memory_format=torch.contiguous_format) for part in want[1:]
+    )
+    angles = call.kwargs.get("position_embeddings")
+    query = fused.rotate(call.hidden, angles, rows, (keys, values))
+    return all(agree(got, part) for got, part in zip((query, keys, values), want, strict=True))

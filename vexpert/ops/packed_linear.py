@@ -1,0 +1,157 @@
+"""A dense layer, or several that read one input, with LoRA: two launches more at most.
+
+| rows | launches |
+|---|---|
+| few | shrink; product with LoRA in it |
+| more | the library's product, in a graph with the shrink beside it; expand, which adds in place |
+| many | the library's product; shrink; expand |
+"""
+
+from dataclasses import replace
+from functools import cache
+from typing import Any
+
+import torch
+import triton
+from torch.nn import functional
+
+from vexpert.kernels.common import can_use_pdl
+from vexpert.kernels.dense_expand import dense_expand
+from vexpert.kernels.dense_linear import DenseLora, dense_linear
+from vexpert.kernels.dense_order import MAX_SLOTS, RowOrder
+from vexpert.kernels.dense_shrink import dense_shrink, room_for_h
+from vexpert.kernels.dense_tiles import DenseFactors
+from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
+from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
+
+cuda: Any = torch.cuda  # its streams are not typed
+
+
+def is_dense(site: LoraSite, table: SiteTable) -> bool:
+    """Whether the kernels of dense layers take a site: no experts, one slice that is all of it."""
+    whole = (OutputSlice(0, site.out_features),)
+    return site.num_experts == 1 and site.slices == whole and len(table.host_rank) <= MAX_SLOTS
+
+
+def shape_of(x: torch.Tensor, columns: int) -> DenseShape:
+    """What the plan depends on, for x [R, K]."""
+    return DenseShape(x.shape[0], x.shape[1], columns, x.dtype)
+
+
+def packed_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora: PackedLora | None,
+    order: RowOrder | None,
+    plan: DensePlan | None = None,
+) -> torch.Tensor:
+    """y [R, out]; `order` of x's rows, if there is LoRA; `plan` None: by the shape."""
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    adapters = 0 if lora is None else lora.num_adapters
+    plan = plan or choose_dense_plan(shape_of(x, weight.shape[0]), adapters)
+    tile = plan.linear if x.shape[0] else None
+    factors = () if lora is None else find_factors(lora)
+    if tile is not None and lora is not None and len(factors) == 1:
+        assert order is not None
+        h = dense_shrink(rows, order, factors[0], plan.shrink, _pdl(x.device))
+        added = DenseLora(h, order, factors[0])
+        sizes = factors[0].sizes
+        return dense_linear(rows, weight, bias, sizes, added, tile, _pdl(x.device))
+    if lora is not None and len(factors) == 1 and _can_fork(x, plan):
+        assert order is not None
+        return _beside(rows, weight, bias, factors[0], order, plan)
+    if tile is None:
+        y = functional.linear(x, weight, bias)
+    else:
+        y = dense_linear(rows, weight, bias, (weight.shape[0],), None, tile, _pdl(x.device))
+    if lora is not None:
+        assert order is not None
+        add_dense(rows, y, factors, order, plan)
+    return y
+
+
+def _can_fork(x: torch.Tensor, plan: DensePlan) -> bool:
+    """Whether the shrink may run beside the library's product: free in a graph, dear without."""
+    return plan.fork and x.is_cuda and x.shape[0] > 0 and torch.cuda.is_current_stream_capturing()
+
+
+def _beside(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    factors: DenseFactors,
+    order: RowOrder,
+    plan: DensePlan,
+) -> torch.Tensor:
+    """The library's product, the shrink beside it on another stream, then expand."""
+    main, side = cuda.current_stream(x.device), _side_stream(x.device)
+    h = room_for_h(x, factors, plan.shrink)  # of the main stream, as its last reader
+    side.wait_stream(main)
+    with cuda.stream(side):
+        dense_shrink(x, order, factors, plan.shrink, h=h)
+    y = functional.linear(x, weight, bias)
+    main.wait_stream(side)
+    dense_expand(h, order, factors, plan.expand, y)
+    return y
+
+
+@cache
+def _side_stream(device: torch.device) -> Any:
+    return cuda.Stream(device)
+
+
+def add_dense(
+    x: torch.Tensor,
+    y: torch.Tensor,
+    factors: tuple[DenseFactors, ...],
+    order: RowOrder,
+    plan: DensePlan,
+) -> None:
+    """Add the deltas of x [R, in] to y [R, out] in place; `factors` take columns in turn."""
+    if x.shape[0] == 0:
+        return
+    start = 0
+    for part in factors:
+        stop = start + sum(part.sizes)
+        h = dense_shrink(x, order, part, plan.shrink, _pdl(x.device))
+        dense_expand(h, order, part, plan.expand, y[:, start:stop], _pdl(x.device))
+        start = stop
+
+
+def find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:
+    """All sites as the kernels take them, if their tables are evenly spaced; else each alone."""
+    first = lora.tables[0]
+    width = triton.cdiv(max(lora.most_rank, 1), 16) * 16
+    places = [table.packed.data_ptr() // 8 for table in lora.tables]
+    step = places[1] - places[0] if len(places) > 1 else 0
+    one = DenseFactors(
+        first.arena,
+        first.packed,
+        step,
+        tuple(site.out_features for site in lora.sites),
+        width,
+        first.alignment,
+    )
+    even = all(place == places[0] + i * step for i, place in enumerate(places))
+    alike = all(
+        table.arena is first.arena and table.packed.shape == first.packed.shape
+        for table in lora.tables
+    )
+    if even and alike:
+        return (one,)
+    return tuple(
+        replace(
+            one,
+            arena=table.arena,
+            table=table.packed,
+            sizes=(site.out_features,),
+            alignment=table.alignment,
+        )
+        for site, table in zip(lora.sites, lora.tables, strict=True)
+    )
+
+
+@cache
+def _pdl(device: torch.device) -> bool:
+    return can_use_pdl(device)

@@ -1,0 +1,313 @@
+"""The engine as coroutines see it: calls go to it as messages, its messages go to their requests.
+
+Everything here runs in the event loop. When the engine ends, every request gets the reason at once,
+and the engine is started again, with the adapters that it had, unless that happens too often.
+"""
+
+import asyncio
+import contextlib
+import itertools
+import time
+from collections import deque
+from collections.abc import Callable
+from functools import partial
+from typing import TYPE_CHECKING, Any
+
+from vexpert.engine.validation import check_params
+from vexpert.errors import RequestError, VexpertError
+from vexpert.log import get_logger
+from vexpert.server.beside import beside
+from vexpert.server.deltas import read_update
+from vexpert.server.engine_link import Link
+from vexpert.server.interface import UNUSABLE, EngineHost, LoraModule
+from vexpert.server.progress import (
+    EngineFailedError,
+    Failure,
+    OverloadedError,
+    ShuttingDownError,
+    Sink,
+    Tracker,
+)
+from vexpert.server.recorder import Recorder
+from vexpert.server.wire import params_fields, read_info, read_stats
+
+if TYPE_CHECKING:
+    from vexpert.engine.outputs import EngineStats
+    from vexpert.engine.sampling_params import SamplingParams
+    from vexpert.lora.info import AdapterInfo
+
+logger = get_logger(__name__)
+COMPILE_SECONDS = 90  # with the start of the process that tries constraints
+RESTART_WINDOW = 600.0  # seconds in which restarts are counted
+LAST_WORDS = 1.0  # seconds between the end of the connection and that of the engine
+STOP_SECONDS = 5.0  # for the engine to end by itself
+
+
+class AsyncEngine:
+    """Serves coroutines of one event loop from the engine of a host."""
+
+    def __init__(
+        self,
+        host: EngineHost,
+        recorder: Recorder,
+        max_queue_len: int | None = None,
+        keep_alive: float = 15.0,
+        max_restarts: int = 0,
+    ) -> None:
+        """`max_queue_len`: sequences accepted beyond those of one step; None: any number.
+
+        `max_restarts`: of the engine, within RESTART_WINDOW.
+        """
+        self.facts = host.facts
+        self.keep_alive = keep_alive  # seconds
+        self.num_sequences = 0  # accepted and not ended
+        self.recorder = recorder
+        self.failure: EngineFailedError | None = None  # why nothing can be answered now
+        self.is_restarting = False
+        self.on_failure: Callable[[], None] | None = None  # the engine will not start again
+        self.restarts = 0  # since the server started
+        self._host = host
+        self._most = None if max_queue_len is None else self.facts.max_num_seqs + max_queue_len
+        self._max_restarts = max_restarts
+        self._restart_times: deque[float] = deque(maxlen=max_restarts)  # monotonic
+        self._modules = {module.name: module for module in host.modules}
+        self._link: Link | None = None
+        self._supervisor: asyncio.Task[None] | None = None
+        self._stopping = False
+        self._numbers = itertools.count()
+        self._keys: dict[str, int] = {}  # by request id
+        self._trackers: dict[int, Tracker] = {}  # by key
+
+    async def start(self) -> None:
+        """Connect to the engine; its messages go to the running event loop."""
+        assert self._link is None, "started twice"
+        self._link = await self._open()
+        self._supervisor = asyncio.ensure_future(self._supervise())
+
+    async def stop(self) -> None:
+        """Abort what runs, end the engine, and wait for it."""
+        assert self._link is not None, "not started"
+        assert self._supervisor is not None, "not started"
+        self._stopping = True
+        link = self._link
+        if self.failure is None:
+            link.post("stop")
+        self._fail("the server is shutting down")
+        link.close()
+        self._supervisor.cancel()
+        await asyncio.gather(self._supervisor, return_exceptions=True)
+        ended = asyncio.ensure_future(beside(self._host.wait))
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.shield(ended), STOP_SECONDS)
+        self._host.kill()
+        await ended
+
+    def check_room(self, count: int = 1) -> None:
+        """Raise OverloadedError if `count` more sequences would be too many."""
+        if self._most is not None and self.num_sequences + count > self._most:
+            message = (
+                f"{self.num_sequences} sequences run or wait, and {self._most} may; try again later"
+            )
+            raise OverloadedError(message)
+
+    async def prepare(self, params: "SamplingParams") -> None:
+        """Compile the constraint of `params` beside the steps. Raises RequestError."""
+        if params.constraint is None:
+            return
+        try:
+            await asyncio.wait_for(self._call("prepare", params_fields(params)), COMPILE_SECONDS)
+        except TimeoutError:
+            rule = f"compiling takes more than {COMPILE_SECONDS} seconds; simplify it"
+            raise params.constraint.refusal(rule) from None
+
+    async def cut(self, message: str) -> None:
+        """Abort every request; each gets a ShuttingDownError that says `message`."""
+        for tracker in list(self._trackers.values()):
+            self.abort(tracker.request_id)
+            tracker.sink(ShuttingDownError(message))
+
+    async def add(
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: "SamplingParams",
+        *,
+        adapter: str | None,
+        every_step: bool,
+        sink: Sink,
+    ) -> None:
+        """Queue a request; `sink` gets its updates in the event loop, the last one finished.
+
+        Raises what the engine raises. If the caller is cancelled meanwhile, the request is aborted.
+        """
+        assert request_id not in self._keys, request_id
+        link = self._connected()
+        self.check_room(params.n)
+        check_params(params, self.facts.vocab_size)  # what passes fits into a message
+        key, arrival = next(self._numbers), time.perf_counter()
+        tracker = Tracker(
+            *(request_id, adapter, len(prompt_token_ids), params.n, sink), arrival=arrival
+        )
+        self._keys[request_id], self._trackers[key] = key, tracker
+        self.num_sequences += params.n
+        try:
+            await link.call(
+                *("add", key, request_id, prompt, prompt_token_ids),
+                *(params_fields(params), adapter, every_step),
+            )
+        except asyncio.CancelledError:
+            self.abort(request_id)
+            raise
+        except Exception:
+            self._forget(key)
+            raise
+        self.recorder.added(tracker)
+
+    def abort(self, request_id: str) -> None:
+        """Drop a request before the next step; harmless when it is finished or unknown."""
+        key = self._keys.get(request_id)
+        if key is None:
+            return
+        tracker = self._trackers[key]
+        self._forget(key)
+        self._connected().post("abort", key)
+        self.recorder.finished(tracker, tracker.all_reasons(), time.perf_counter())
+
+    async def load_adapter(
+        self, name: str, path: str, *, lazy: bool = False, **options: Any
+    ) -> "AdapterInfo":
+        """Load an adapter beside the steps. Raises AdapterError, or OSError.
+
+        `lazy`: it is only registered. Options: lora_B_layout, load_inplace, pinned.
+        """
+        info = read_info(await self._call("load", name, path, lazy, options))
+        kept = {key: value for key, value in options.items() if key != "load_inplace"}
+        self._modules[name] = LoraModule(name, path, lazy=lazy, **kept)
+        return info
+
+    async def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
+        """Unload an adapter. Raises AdapterNotFoundError."""
+        await self._call("unload", name, drain_seconds)
+        self._modules.pop(name, None)
+
+    async def adapter_folder(self, name: str) -> str | None:
+        """Folder of the newest version of an adapter; None if there is none."""
+        folder: str | None = await self._call("adapter_folder", name)
+        return folder
+
+    async def versions(self) -> "list[AdapterInfo]":
+        """Every version of every adapter, errored and draining ones too."""
+        return [read_info(fields) for fields in await self._call("adapters")]
+
+    async def adapters(self) -> "list[AdapterInfo]":
+        """Adapters that requests may name, one per name, sorted."""
+        usable = (info for info in await self.versions() if info.state not in UNUSABLE)
+        return sorted({info.name: info for info in usable}.values(), key=lambda info: info.name)
+
+    async def stats(self) -> "EngineStats":
+        """The engine's statistics, taken between two steps."""
+        return read_stats(await self._call("stats"))
+
+    async def check_integrity(self) -> None:
+        """Assert in the engine, between two steps, that everything it keeps agrees."""
+        await self._call("check_integrity")
+
+    # Messages.
+
+    def _connected(self) -> Link:
+        if self.failure is not None:
+            raise self.failure
+        assert self._link is not None, "not started"
+        return self._link
+
+    async def _call(self, method: str, *arguments: Any) -> Any:
+        return await self._connected().call("call", method, arguments)
+
+    def _step(self, entries: list[Any]) -> None:
+        now = time.perf_counter()
+        for key, new_tokens, finished, error, fields in entries:
+            tracker = self._trackers.get(key)
+            if tracker is None:
+                continue  # aborted meanwhile
+            self.recorder.stepped(tracker, new_tokens, now)
+            told: Failure | Any = RequestError(error) if error is not None else None
+            if fields is not None:
+                told = read_update(fields, finished, tracker)
+            if finished:
+                self._forget(key)
+                self.recorder.finished(tracker, tracker.all_reasons(), now)
+            if told is not None:
+                tracker.sink(told)
+
+    def _forget(self, key: int) -> None:
+        tracker = self._trackers.pop(key, None)
+        if tracker is not None:
+            del self._keys[tracker.request_id]
+            self.num_sequences -= tracker.num_sequences
+
+    # The life of the engine.
+
+    async def _open(self) -> Link:
+        # `connect` waits for an engine that starts.
+        sock = await beside(self._host.connect)
+        return await Link.open(sock, self._step, self._host.kill)
+
+    async def _supervise(self) -> None:
+        """Start the engine anew whenever it ends, within the limit; then call `on_failure`."""
+        how = await self._ended()
+        while self._may_restart():
+            self._fail(f"{how}; it is started again", is_restarting=True)
+            logger.error("%s; it is started again", how)
+            try:
+                await beside(self._host.wait)  # for its memory to be free
+                await beside(partial(self._host.launch, [*self._modules.values()], True))
+                self._link = await self._open()
+            except (EngineFailedError, OSError) as error:
+                how = str(error)
+                continue
+            except VexpertError as error:
+                how = f"the engine does not start again: {error}"
+                break
+            self.failure, self.is_restarting = None, False
+            logger.info("the engine is ready again")
+            how = await self._ended()
+        self._fail(f"{how}; the server ends")
+        logger.error("%s; the server ends", how)
+        if self.on_failure is not None:
+            self.on_failure()
+
+    def _may_restart(self) -> bool:
+        """Whether one more restart is within the limit; counts it."""
+        times, now = self._restart_times, time.monotonic()
+        if len(times) == self._max_restarts and not (times and now - times[0] > RESTART_WINDOW):
+            return False
+        times.append(now)
+        self.restarts += 1
+        return True
+
+    async def _ended(self) -> str:
+        """Wait for the end of the engine; how it came."""
+        assert self._link is not None, "not started"
+        link = self._link
+        ended = asyncio.ensure_future(beside(self._host.wait))
+        lost = asyncio.ensure_future(link.lost.wait())
+        await asyncio.wait({ended, lost}, return_when=asyncio.FIRST_COMPLETED)
+        # Each follows the other, unless something is odd; a large process takes a while to end.
+        await asyncio.wait({ended, lost}, timeout=LAST_WORDS)
+        self._host.kill()
+        link.close()
+        how = ended.result() if ended.done() else "the engine's connection ended"
+        return link.last_words or how
+
+    def _fail(self, reason: str, is_restarting: bool = False) -> None:
+        """Tell `reason` to all that wait, and to all that come until the engine is there again."""
+        failure = self.failure = EngineFailedError(reason)
+        self.is_restarting = is_restarting
+        if self._link is not None:
+            self._link.fail(failure)
+        trackers, now = list(self._trackers.values()), time.perf_counter()
+        self._trackers, self._keys, self.num_sequences = {}, {}, 0
+        for tracker in trackers:
+            self.recorder.finished(tracker, tracker.all_reasons(), now)
+            tracker.sink(failure)
