@@ -6,7 +6,8 @@ import socket
 import struct
 from typing import Any, NamedTuple
 
-from vexpert.lora.pack import Cells, SiteEntry
+from vexpert.lora.cells import Cells
+from vexpert.lora.pack import SiteEntry
 from vexpert.lora.site_extras import ExtraEntry
 from vexpert.lora.source import Fingerprint, Source
 

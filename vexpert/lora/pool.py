@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 
 from vexpert.lora.arena import Arena
-from vexpert.lora.pack import Cells, PackedAdapter, SiteEntry, start_alignment
+from vexpert.lora.cells import Cells
+from vexpert.lora.pack import PackedAdapter, SiteEntry, start_alignment
 from vexpert.lora.site_extras import ExtraEntry, SiteExtras, view_extras
 from vexpert.lora.tables import Tables, extent
 from vexpert.lora.types import LoraSignature, TargetMap

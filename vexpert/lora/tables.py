@@ -7,7 +7,8 @@ it is one small copy whatever the model's size.
 import numpy as np
 import torch
 
-from vexpert.lora.pack import Cells, SiteEntry, factor_alignment
+from vexpert.lora.cells import Cells
+from vexpert.lora.pack import SiteEntry, factor_alignment
 from vexpert.lora.types import LoraSignature
 from vexpert.ops.types import LoraSite, SiteTable
 
