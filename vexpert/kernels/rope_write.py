@@ -247,6 +247,7 @@ def rope_write(
         assert stored.shape[1:] == (heads.num_kv, d), (tuple(stored.shape), heads)
     cos, sin = angles
     assert cos.stride() == sin.stride(), (cos.stride(), sin.stride())
+    check_matrix("cos", cos)
     q_out = torch.empty(tokens, heads.num_q, d, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return q_out

@@ -53,7 +53,7 @@ class FusedAttention:
     ) -> torch.Tensor:
         """Queries [T, Hq, d]; keys and values go to `rows` [T] of the cache."""
         q, k, v = (part[0] for part in self.project(hidden))
-        cos, sin = (q, q) if angles is None else (angles[0][0], angles[1][0])
+        cos, sin = (q, q) if angles is None else (part[0].contiguous() for part in angles)
         return rope_write(q, k, v, self.heads, self.rope, (cos, sin), rows, cache, self.pdl)
 
 

@@ -69,7 +69,7 @@ class FusedLayer:
             self.scratch,
             self.pdl,
         )
-        router.ahead = normed, (self.scratch.logits, weights, ids)
+        router.set_ahead(normed, (self.scratch.logits, weights, ids))
         return total.view(residual.shape), normed.view(residual.shape)
 
     def _block(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:

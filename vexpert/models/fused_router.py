@@ -27,8 +27,8 @@ BIAS = "e_score_correction_bias"
 class FusedRouter:
     """The forward of one router module: hidden [..., H] -> logits, weights and ids [T, .].
 
-    `ahead`: an input and its result, where the launch before computed both; it is used once, and
-    its logits are scratch.
+    Some give the three in the opposite order. Where the launch before computed the result, it is
+    used once, and its logits are scratch.
     """
 
     def __init__(
@@ -38,6 +38,7 @@ class FusedRouter:
         product: torch.dtype,
         bias: Callable[[], torch.Tensor | None],
         weights: torch.dtype,
+        ids_first: bool,
         pdl: bool,
     ) -> None:
         self.module = module
@@ -45,8 +46,13 @@ class FusedRouter:
         self.product = product  # dtype of the logits
         self.bias = bias  # of the choice
         self.weights = weights  # dtype of the weights
+        self.ids_first = ids_first
         self.pdl = pdl
-        self.ahead: tuple[torch.Tensor, Routed] | None = None
+        self._ahead: tuple[torch.Tensor, Routed] | None = None
+
+    def set_ahead(self, hidden: torch.Tensor, routed: Routed) -> None:
+        """`routed` (logits, weights, ids) is the result for `hidden`, if that comes next."""
+        self._ahead = hidden, routed
 
     @property
     def is_adapted(self) -> bool:
@@ -62,9 +68,12 @@ class FusedRouter:
         return Router(module.weight, bias, self.choice, self.bias(), rounds, self.weights)
 
     def __call__(self, hidden_states: torch.Tensor, *args: Any) -> Routed:
-        ahead, self.ahead = self.ahead, None
-        if ahead is not None and ahead[0].data_ptr() == hidden_states.data_ptr():
-            return ahead[1]
+        ahead, self._ahead = self._ahead, None
+        is_known = ahead is not None and ahead[0].data_ptr() == hidden_states.data_ptr()
+        logits, weights, ids = ahead[1] if ahead and is_known else self._route(hidden_states)
+        return (ids, weights, logits) if self.ids_first else (logits, weights, ids)
+
+    def _route(self, hidden_states: torch.Tensor) -> Routed:
         module = self.module
         x = hidden_states.reshape(-1, hidden_states.shape[-1]).to(self.product)
         bias = getattr(module, "bias", None)
@@ -144,8 +153,10 @@ def recognise_router(
     """`module` fused, or why it is not. `likely`: the choice that is tried first."""
     call = records.only(module)
     weight = module.get_parameter("weight")
-    if call is None or weight.shape[0] > MAX_EXPERTS:
+    if call is None:
         return "it is not called once"
+    if weight.shape[0] > MAX_EXPERTS or not weight.is_contiguous():
+        return "its weight is too large, or not contiguous"
     found = _find_bias(module, call)
     if found is None:
         return "it takes more than hidden states and a bias"
@@ -178,10 +189,13 @@ def _match(
         output = module.forward(hidden, *extra)
     if len(mode.given) != 1 or not _is_plain(mode.given[0], hidden, module):
         return "its logits are not one product of its input"
-    if not (isinstance(output, tuple) and len(output) == 3 and output[2].dtype == torch.int64):
+    if not (isinstance(output, tuple) and len(output) == 3):
+        return "it does not give logits, weights and ids"
+    ids_first = output[0].dtype == torch.int64
+    ids, weights = output[0] if ids_first else output[2], output[1]
+    if ids.dtype != torch.int64 or weights.shape != ids.shape:
         return "it does not give logits, weights and ids"
     product = mode.given[0]["input"].dtype
-    _, weights, ids = output
     bias = getter()
     seen = logits.to(product)
     ways = _choices(module, bias, ids.shape[1])
@@ -189,7 +203,7 @@ def _match(
         if not _same(reference_router_topk(seen, bias, choice), (ids, weights)):
             continue
         if _same(router_topk(seen, bias, choice, weights.dtype, pdl), (ids, weights)):
-            return FusedRouter(module, choice, product, getter, weights.dtype, pdl)
+            return FusedRouter(module, choice, product, getter, weights.dtype, ids_first, pdl)
     return "it chooses in another way"
 
 
