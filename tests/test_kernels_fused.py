@@ -17,6 +17,7 @@ from vexpert.kernels.router_topk import Choice, reference_router_topk, router_to
 # Triton's interpreter multiplies bfloat16 as the integers it keeps them in: a GPU has all three.
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if GPU else []  # `-m gpu` takes them there, on the device
 DTYPES = [torch.float32, torch.float16, *([torch.bfloat16] if GPU else [])]
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # 2 units at most
 

@@ -29,6 +29,7 @@ from vexpert.models.types import StepInput
 
 GPU = torch.cuda.is_available()
 DEVICE = "cuda" if GPU else "cpu"
+pytestmark = [pytest.mark.gpu] if GPU else []  # `-m gpu` takes them there, on the device
 LIMIT = 1e-5
 WHOLE = {  # all of it is fused: routers of how many of its two layers, residuals of how many
     "qwen3_moe": (2, 2),  # that are added in the experts' last launch: not with shared experts
@@ -121,6 +122,16 @@ def test_what_is_fused(model_type: str) -> None:
     if model_type in PLAYED:
         want = reference_logits(tiny_model(model_type), PLAY)
         assert worst(DeviceDriver(served).play(PLAY), want) < LIMIT
+
+
+@pytest.mark.parametrize("model_type", WHOLE if GPU else ["qwen3_moe"])
+def test_half_precision(model_type: str) -> None:
+    """All is recognised by its roundings; logits are near those of float32."""
+    (want,) = reference_logits(tiny_model(model_type), SEQUENCES)
+    served = fused(tiny_model(model_type).to(torch.bfloat16 if GPU else torch.float16))
+    assert counts(served)[1:] == (2, WHOLE[model_type][0], 2)
+    (got,) = DeviceDriver(served).once(SEQUENCES[0])
+    assert relative_error(got.cpu(), want) < (0.1 if GPU else 0.01)
 
 
 def test_planted_errors_are_seen() -> None:
