@@ -122,8 +122,8 @@ class LoraBackend(Protocol):
     ) -> torch.Tensor:
         """y [R, out] = W x + bias + each site's B A x; x [R, in], weight [out, in], bias [out].
 
-        `out` is the sum of the sites' outputs. Which product the base takes depends on shapes
-        alone, so rows without an adapter are equal, bit for bit, with `lora` and without.
+        `out` is the sum of the sites' outputs. Which product computes a step depends on its shape
+        and on whether there is `lora`, not on slots: rows without an adapter get W x + bias.
         """
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExperts | None:

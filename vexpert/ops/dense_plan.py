@@ -57,13 +57,15 @@ def _first(kind: str, **facts: float) -> dict[str, Any]:
 def choose_dense_plan(shape: DenseShape, adapters: int) -> DensePlan:
     """The plan of a step in which at most `adapters` adapters are active (0: none).
 
-    `linear` depends on the shape alone: what a row without an adapter gets is always the same.
+    A row of "linear" that is not `alone` leaves steps without any adapter to the library, whose
+    product is then the faster one; base rows of other steps may differ from those in a rounding.
     """
     dtype = "float32" if shape.dtype == torch.float32 else "half"
     base = _first(f"linear {dtype}", rows=shape.rows, columns=shape.columns)
     runs = min(shape.rows, max(1, adapters))
     lora = _first(f"lora {dtype}", rows=shape.rows, rows_per_run=shape.rows / max(1, runs))
     tile = None
-    if base["tile"] is not None and shape.dtype in DOTS:
+    serves = adapters > 0 or base["alone"]
+    if base["tile"] is not None and serves and shape.dtype in DOTS:
         tile = DenseTile(**base["tile"], group=lora["group"])
     return DensePlan(tile, DenseShrink(**lora["shrink"]), DenseTile(**lora["expand"]), lora["fork"])
