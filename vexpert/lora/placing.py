@@ -104,9 +104,9 @@ def _lost_message(lost: list[str], names: Names, targets: TargetMap) -> str:
     told: dict[str, str] = {}
     lines = []
     for group in grouped(lost)[: MOST_LINES + 1]:
-        general = group.general.replace("lora_{A,B}", "lora_A")
+        general = group.general.replace("{A,B}", "A")
         if general not in told:
-            told[general] = hints.hint(examples[general])
+            told[general] = hints.hint(examples[general]) if general in examples else ""
         lines.append(f"  {group.text} ({counted(group.size, 'key')}{told[general]})")
     verb = "has" if len(lost) == 1 else "have"
     return (
