@@ -59,13 +59,16 @@ def _check_init(init: Any) -> None:
     """Refuse initialisations that change the base weights, or of which that is not known."""
     if not isinstance(init, str) or init.lower() in PLAIN or not init:
         return
-    said = f"init_lora_weights={shown(init)}"
     if not init.lower().startswith(BASE_CHANGING):
         raise _refused(
-            f"{said}: an initialisation that this version does not know, and that may change the "
-            f"base weights; if it does not, write true in its place, else {MERGE}"
+            f"init_lora_weights={shown(init)}: an initialisation that this version does not know, "
+            "and that may change the base weights; if it does not, write true in its place, else "
+            f"{MERGE}"
         )
-    changed = f"{said} changed the base weights, so the factors are not the trained difference"
+    changed = (
+        f"init_lora_weights={shown(init)} changed the base weights, so the factors alone are not "
+        "the trained difference"
+    )
     if init.lower() == "loftq":
         raise _refused(
             f"{changed}; PEFT has no conversion of LoftQ: {MERGE} that LoftQ made, and serve that"
