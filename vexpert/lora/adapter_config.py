@@ -10,28 +10,13 @@ from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.json_files import read_json
 from vexpert.lora.patterns import ORDER, Patterns
+from vexpert.lora.variants import VARIANTS, check_variant
 from vexpert.lora.versions import peft_version
 
 CONFIG_NAME = "adapter_config.json"
 LAYOUTS = ("rank_major", "grouped_by_expert")
 INPUT_EMBEDDING = ""  # in token_indices: the model's own, whatever its name
 DEFAULT_ALPHA = 8.0  # PEFT's, for a config without lora_alpha
-
-# Initialisations that change the base weights: B A alone is then not the trained difference.
-BASE_CHANGING = ("pissa", "olora", "corda", "loftq", "lora_ga")
-
-# Variants whose forward pass is not W x + s B A x. Any value but null and false is refused.
-VARIANTS = {
-    "use_qalora": "QALoRA pools the input of lora_A",
-    "use_bdlora": "block-diagonal LoRA",
-    "alora_invocation_tokens": "activated LoRA starts at its invocation tokens",
-    "arrow_config": "Arrow routes between several adapters",
-    "kasa_config": "KaSA changes the base weights",
-    "monteclora_config": "MonteCLoRA samples its factors",
-    "velora_config": "VeLoRA",
-    "layer_replication": "the adapter is for a model with replicated layers",
-    "megatron_config": "Megatron's parallel layers",
-}
 
 # What wraps a model while it trains; such a name says nothing of the model's own class.
 _WRAPPERS = ("OptimizedModule", "DistributedDataParallel", "FullyShardedDataParallel", "PeftM")
@@ -140,8 +125,7 @@ def read_config(folder: Path) -> AdapterConfig:
 
 def parse_config(raw: dict[str, Any], nemo_version: str | None = None) -> AdapterConfig:
     """Validate the fields of an adapter_config.json; AdapterError says which one and why."""
-    _check_type(raw)
-    _check_variants(raw)
+    check_variant(raw)
     warnings: list[str] = []
     if "lora_alpha" not in raw:
         warnings.append(
@@ -197,31 +181,6 @@ def _layout(value: Any) -> str | None:
     return check_layout(value, f"{CONFIG_NAME}: lora_B_layout")
 
 
-def _check_type(raw: dict[str, Any]) -> None:
-    kind = raw.get("peft_type")
-    if kind != "LORA":
-        raise AdapterError(
-            f"{CONFIG_NAME}: peft_type={shown(kind)}: only LORA adapters can be served; merge "
-            "this one into the base model or train it as LoRA"
-        )
-
-
-def _check_variants(raw: dict[str, Any]) -> None:
-    for name, meaning in VARIANTS.items():
-        if raw.get(name) not in (None, False, [], {}):
-            raise AdapterError(
-                f"{CONFIG_NAME}: {name}={shown(raw[name])}: {meaning}; not supported, merge the "
-                "adapter into the base model"
-            )
-    init = raw.get("init_lora_weights")
-    if isinstance(init, str) and init.lower().startswith(BASE_CHANGING):
-        raise AdapterError(
-            f"{CONFIG_NAME}: init_lora_weights={shown(init)} changed the base weights, so the "
-            "factors alone are not the trained difference; save again with PEFT's "
-            "path_initial_model_for_weight_conversion, which converts to plain LoRA"
-        )
-
-
 def _warn_unknown(raw: dict[str, Any], warnings: list[str]) -> None:
     """Refuse unknown fields that may change the meaning, warn of the others; null is no field."""
     unknown = [k for k, v in raw.items() if k not in KNOWN and k not in VARIANTS and v]
@@ -230,7 +189,8 @@ def _warn_unknown(raw: dict[str, Any], warnings: list[str]) -> None:
     if risky:
         facts = ", ".join(f"{shown(k)}={shown(raw[k])}" for k in risky[:5])
         raise AdapterError(
-            f"{CONFIG_NAME}: {facts}: a variant of LoRA that this version does not know"
+            f"{CONFIG_NAME}: {facts}: a variant of LoRA that this version does not know; merge the "
+            "adapter into the base model"
         )
     if unknown:
         more = f" and {len(names) - 20} more" if len(names) > 20 else ""

@@ -6,7 +6,7 @@ from typing import NamedTuple
 import torch
 
 # Wrappers that trainers leave in module paths; they name no module of the model.
-_WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
+WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 PREFIX = "base_model.model."  # of PEFT's keys
 _PREFIXES = (PREFIX, "base_model.")
 
@@ -66,7 +66,7 @@ def parse_key(key: str, tensor: torch.Tensor) -> Piece | None:
 def _parse(key: str) -> _Name | None:
     name = key
     if "_wrapped_module." in key or "_orig_mod." in key:
-        for wrapper in _WRAPPERS:
+        for wrapper in WRAPPERS:
             name = name.replace(wrapper, "")
     for prefix in _PREFIXES:
         if name.startswith(prefix):

@@ -1,6 +1,7 @@
 """Names of modules in adapter files -> the model's own paths (transformers >= 5 names)."""
 
 import functools
+import re
 from collections.abc import Iterable
 from typing import NamedTuple
 
@@ -169,3 +170,9 @@ def _module_paths(targets: TargetMap) -> Iterable[str]:
     yield from targets.targets
     for name in targets.parameters:
         yield name.rpartition(".")[0]
+
+
+def layer_of(path: str) -> int | None:
+    """The number of the layer that a module of the model lies in."""
+    match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
+    return int(match[1]) if match else None

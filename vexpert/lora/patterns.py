@@ -106,7 +106,7 @@ class PatternTable(Generic[V]):
         """`is_ordered`: the file's order is the trainer's. `last`: a pattern that PEFT itself put
         behind the trainer's.
         """
-        self.keys = frozenset(table)
+        self.unused = dict.fromkeys(pattern for pattern in table if pattern != last)
         self._is_ordered = is_ordered or list(table) != sorted(table)
         self._last = last
         self._rows = [  # PEFT's rule: a pattern covers the whole name, or the part after a dot
@@ -115,13 +115,19 @@ class PatternTable(Generic[V]):
         ]
 
     def matching(self, name: str) -> dict[str, V]:
-        """Value by pattern of those that match `name` and may be the trainer's first."""
+        """Value by pattern of those that match `name` and may be the trainer's first.
+
+        `unused` loses every pattern that matches.
+        """
         found: dict[str, V] = {}
         for pattern, matcher, value in self._rows:
-            if matcher.matches(name):
-                found[pattern] = value
-                if self._is_ordered:
-                    return found
+            is_second = self._is_ordered and bool(found)
+            if (not is_second or pattern in self.unused) and matcher.matches(name):
+                self.unused.pop(pattern, None)
+                if not is_second:
+                    found[pattern] = value
+            elif is_second and not self.unused:
+                break
         return found
 
     def without_last(self, found: dict[str, V]) -> dict[str, V]:
@@ -146,6 +152,11 @@ class Patterns:
         self._r, self._alpha = r, alpha
         self._ranks = PatternTable("rank_pattern", ranks, clock, is_ordered, last)
         self._alphas = PatternTable("alpha_pattern", alphas, clock, is_ordered, last)
+
+    def unused(self) -> dict[str, list[str]]:
+        """By field, the patterns that have matched no name so far, PEFT's own aside."""
+        tables = {"rank_pattern": self._ranks.unused, "alpha_pattern": self._alphas.unused}
+        return {field: list(patterns) for field, patterns in tables.items() if patterns}
 
     def ranks(self, name: str) -> frozenset[int | None]:
         """The ranks that the config may mean for `name`; None: it states none."""

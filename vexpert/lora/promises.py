@@ -4,18 +4,18 @@ PEFT saves every tensor of every module that it adapted, so a promised one that 
 Other writers fill the config less exactly: there a name without tensors is a warning.
 """
 
-import re
 from collections.abc import Collection, Iterable, Mapping, Set
 from dataclasses import dataclass
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.adapter_config import AdapterConfig
+from vexpert.lora.excess import excess_error, excess_warning, find_excess, is_of_wrappers
 from vexpert.lora.formats.full import is_router
 from vexpert.lora.gaps import Gap, Gaps
 from vexpert.lora.key_lists import counted, grouped, key_lines, spans
 from vexpert.lora.keys import PREFIX
-from vexpert.lora.names import Place
+from vexpert.lora.names import Place, layer_of
 from vexpert.lora.selection import Selection
 from vexpert.lora.types import EmbeddingTarget, ExpertsFactors, Factors, LinearTarget, TargetMap
 from vexpert.lora.versions import is_pefts_own
@@ -98,18 +98,26 @@ def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> No
 
 
 def _check_factors(config: AdapterConfig, targets: TargetMap, found: Found) -> list[str]:
-    """Warnings of modules without factors; AdapterError where PEFT would have saved them."""
+    """Warnings of modules without factors, and of factors that the config leaves out; AdapterError
+    where PEFT would have saved the first, or would drop the second.
+    """
     gaps = Gaps(targets, found.factors, found.modules)
     lost = gaps.parameters(config.target_parameters)
     notes = []
+    extra = []
     try:
-        lost += gaps.modules(Selection(config))
+        selection = Selection(config)
+        lost += gaps.modules(selection)
+        extra = find_excess(config, selection, targets, found.factors, found.modules)
     except AdapterError as error:
-        notes.append(f"{error}; so whether the file is complete was not checked")
+        notes.append(f"{error}; so whether file and config agree was not checked")
     sure = [gap for gap in lost if gap.by and gap.is_sure]
     if sure and _is_exact(config):
         raise _lost_error(sure, targets)
-    return [*notes, *_gap_warnings(lost, found)]
+    dropped = [one for one in extra if one.is_sure]
+    if dropped and _is_exact(config) and not is_of_wrappers(config):
+        raise excess_error(config, dropped, targets)
+    return [*notes, *_gap_warnings(lost, found), *([excess_warning(extra)] if extra else [])]
 
 
 def _is_exact(config: AdapterConfig) -> bool:
@@ -172,9 +180,3 @@ def _gap_warning(field: str, gaps: list[Gap], layers: Set[int | None]) -> str:
     whose = f"layer {gone[0]} has" if len(gone) == 1 else f"layers {spans(gone)} have"
     note = f"; {whose} none at all" if gone else ""
     return f"{what}: {', '.join(groups[:3])}{more}{note}"
-
-
-def layer_of(path: str) -> int | None:
-    """The number of the layer that a module of the model lies in."""
-    match = re.match(r".*?\.[^.]*\.(\d+)\.", path)
-    return int(match[1]) if match else None

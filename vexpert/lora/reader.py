@@ -283,9 +283,21 @@ def _some(names: list[str]) -> str:
     return ", ".join(groups[:3]) + (", ..." if len(groups) > 3 else "")
 
 
+def _unused_patterns(config: AdapterConfig) -> list[str]:
+    """A warning for each field with patterns that match nothing in the file."""
+    found = []
+    for field, patterns in config.patterns.unused().items():
+        names = ", ".join(map(shown, patterns[:5])) + (", ..." if len(patterns) > 5 else "")
+        found.append(
+            f"adapter_config.json: {field}: {names} {'match' if len(patterns) > 1 else 'matches'} "
+            "no module with factors in the file: without effect"
+        )
+    return found
+
+
 def _warnings(context: Context) -> tuple[str, ...]:
     """Everything worth telling, one sentence each."""
-    found = list(context.warnings)
+    found = [*context.warnings, *_unused_patterns(context.config)]
     if context.zero and len(context.zero) == context.pairs:
         found.append("every lora_B is zero: the adapter changes nothing (never trained?)")
     elif context.zero:

@@ -26,6 +26,7 @@ class Selection:
         self._excluded = _rule("exclude_modules", config.exclude_modules, clock)
         self._saved = tuple(f".{name}." for name in config.modules_to_save)
         self._layers = frozenset(config.layers_to_transform)
+        self._is_layer_open = not all(map(_is_plain, config.layers_pattern))
         self._readings = _readings(config.layers_pattern)
 
     def chosen(self, name: str) -> str | None:
@@ -39,6 +40,27 @@ class Selection:
             return name
         found = next((end for end in _ends(name) if end in self._names), None)
         return found if self._is_in_layers(name) else None
+
+    def left_out_by(self, name: str) -> str:
+        """The field by which every PEFT leaves the module `name` out; "": some version adapts it.
+
+        What modules_to_save names counts as adapted here: it is no reason to drop factors.
+        """
+        if self._excluded(name):
+            return "exclude_modules"
+        if self._pattern:
+            return "" if self._matches(name) else "target_modules"
+        if name in self._names:
+            return ""
+        if not any(end in self._names for end in _ends(name)):
+            return "target_modules"
+        return "" if self._may_be_in_layers(name) else "layers_to_transform"
+
+    def _may_be_in_layers(self, name: str) -> bool:
+        """Whether some PEFT takes `name` to be in one of layers_to_transform."""
+        if not self._layers or self._is_layer_open:
+            return True
+        return any(reading(name) in self._layers for reading in self._readings)
 
     def _is_in_layers(self, name: str) -> bool:
         """Whether every PEFT takes `name` to be in one of layers_to_transform."""
@@ -67,12 +89,17 @@ def _readings(patterns: tuple[str, ...]) -> list[Callable[[str], int | None]]:
     """The number of a module's layer, as PEFT's versions find it."""
     if not patterns:
         return [_layer_by([expression]) for expression in _LAYER]
-    if not all(re.fullmatch(r"[\w.]+", pattern) for pattern in patterns):
+    if not all(map(_is_plain, patterns)):
         return [lambda name: None]  # an expression: which layers it means is left open
     return [
         _layer_by([rf"(?:^|.*{lazy}\.){re.escape(pattern)}\.(\d+)\." for pattern in patterns])
         for lazy in ("?", "")
     ]
+
+
+def _is_plain(pattern: str) -> bool:
+    """Whether layers_pattern has a name and no expression."""
+    return re.fullmatch(r"[\w.]+", pattern) is not None
 
 
 def _layer_by(expressions: list[str]) -> Callable[[str], int | None]:

@@ -122,6 +122,22 @@ def _dtype(x: torch.Tensor) -> str:
     return str(x.dtype).removeprefix("torch.")
 
 
+def check_dora(path: str, is_flag: bool, is_there: bool) -> None:
+    """AdapterError unless use_dora and the magnitudes in the file agree."""
+    if is_flag == is_there:
+        return
+    remedy = (
+        "the file is incomplete, save the adapter again; if it was trained without DoRA, write "
+        '"use_dora": false'
+        if is_flag
+        else 'write "use_dora": true if it was trained with DoRA, else remove these tensors'
+    )
+    raise AdapterError(
+        f"{path}: use_dora is {str(is_flag).lower()} in adapter_config.json, but "
+        f"lora_magnitude_vector is {'missing' if is_flag else 'in the file'}: {remedy}"
+    )
+
+
 def dimensions(target: ExpertsTarget, projection: str) -> tuple[int, int]:
     """(in, out) of one expert's projection: gate_up, gate, up or down."""
     hidden, inner = target.hidden_size, target.intermediate_size

@@ -10,7 +10,7 @@ import torch
 
 from vexpert.errors import AdapterError
 from vexpert.lora.checks import require_finite
-from vexpert.lora.formats.context import Context, shapes
+from vexpert.lora.formats.context import Context, check_dora, shapes
 from vexpert.lora.keys import Piece
 from vexpert.lora.types import EmbeddingTarget, Factors, LinearTarget
 
@@ -93,11 +93,7 @@ def _magnitude(
     dora = context.config.use_dora
     if dora and isinstance(target, EmbeddingTarget):
         raise AdapterError(f"{target.path}: DoRA on an embedding is not supported")
-    if dora != (magnitude is not None):
-        raise AdapterError(
-            f"{target.path}: use_dora is {str(dora).lower()} in adapter_config.json, but "
-            f"lora_magnitude_vector is {'missing' if dora else 'in the file'}; one of them is wrong"
-        )
+    check_dora(target.path, dora, magnitude is not None)
     if magnitude is not None and "B.bias" in parts:
         raise AdapterError(f"{target.path}: DoRA together with lora_bias is not supported")
     return magnitude

@@ -14,7 +14,7 @@ import torch
 
 from vexpert.errors import AdapterError
 from vexpert.lora.checks import require_finite
-from vexpert.lora.formats.context import Context, dimensions, shapes, split_rows
+from vexpert.lora.formats.context import Context, check_dora, dimensions, shapes, split_rows
 from vexpert.lora.formats.fused import finish_pair
 from vexpert.lora.keys import Piece, Slots
 from vexpert.lora.types import ExpertsTarget, Factors, PerExpertFactors
@@ -56,12 +56,7 @@ def _require_known(target: ExpertsTarget, parts: Mapping[str, Pieces], context: 
     odd = [next(iter(by.values())).key for part, by in parts.items() if part not in _PARTS]
     if odd:
         raise AdapterError(f"{odd[0]}: not supported for routed experts")
-    dora = context.config.use_dora
-    if dora != ("magnitude" in parts):
-        raise AdapterError(
-            f"{target.path}: use_dora is {str(dora).lower()} in adapter_config.json, but "
-            f"lora_magnitude_vector is {'missing' if dora else 'in the file'}; one of them is wrong"
-        )
+    check_dora(target.path, context.config.use_dora, "magnitude" in parts)
 
 
 def read_projection(
