@@ -12,8 +12,8 @@ import torch
 from helpers_writers import fused_keys, linear_keys, random_adapter, save, tiny_map
 
 from vexpert.errors import AdapterError
+from vexpert.lora.matchers import Clock, Matcher
 from vexpert.lora.memory_source import adapter_tensors
-from vexpert.lora.patterns import Clock, Matcher
 from vexpert.lora.reader import read_adapter
 
 TARGETS = tiny_map("qwen3_moe")

@@ -9,9 +9,10 @@ from typing import Any
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.json_files import read_json
-from vexpert.lora.patterns import ORDER, Patterns
+from vexpert.lora.pattern_tables import ORDER, PatternFields
+from vexpert.lora.patterns import Patterns
 from vexpert.lora.variants import VARIANTS, check_variant
-from vexpert.lora.versions import peft_version
+from vexpert.lora.versions import peft_version, possible_pattern_rules
 
 CONFIG_NAME = "adapter_config.json"
 LAYOUTS = ("rank_major", "grouped_by_expert")
@@ -102,9 +103,10 @@ class AdapterConfig:
     @cached_property
     def patterns(self) -> Patterns:
         """rank_pattern and alpha_pattern, compiled."""
-        return Patterns(
+        fields = PatternFields(
             self.rank_pattern, self.alpha_pattern, self.r, self.alpha, self.is_pattern_ordered
         )
+        return Patterns(fields, possible_pattern_rules(self.version, self.fields))
 
     def scale(self, name: str, rank: int, notes: list[str]) -> float:
         """LoRA's factor for `name`: alpha after alpha_pattern over `rank`, the rank in the file.
