@@ -15,7 +15,7 @@ from vexpert.lora.formats.full import is_router
 from vexpert.lora.gaps import Gap, Gaps
 from vexpert.lora.key_lists import counted, grouped, key_lines, spans
 from vexpert.lora.keys import PREFIX
-from vexpert.lora.names import Place, layer_of
+from vexpert.lora.names import Place, layer_of, names_of
 from vexpert.lora.selection import Selection
 from vexpert.lora.types import EmbeddingTarget, ExpertsFactors, Factors, LinearTarget, TargetMap
 from vexpert.lora.versions import is_pefts_own
@@ -63,7 +63,8 @@ def _check_full(config: AdapterConfig, targets: TargetMap, found: Found) -> None
         missing = [
             path
             for path in sorted(known)
-            if f".{name}." in f".{path}." and path not in found.full_modules
+            if path not in found.full_modules
+            and all(f".{name}." in f".{other}." for other in names_of(path, targets.model_type))
         ]
         if missing:
             raise _incomplete("modules_to_save", name, missing)
@@ -71,8 +72,19 @@ def _check_full(config: AdapterConfig, targets: TargetMap, found: Found) -> None
 
 def _check_tokens(config: AdapterConfig, targets: TargetMap, found: Found) -> None:
     for name in config.token_indices:
-        if ends(targets.targets, name) and not ends(found.tokens, name):
+        if not ends(targets.targets, name) or ends(found.tokens, name):
+            continue
+        if not _is_shared(name, config, targets, found):
             raise _incomplete("trainable_token_indices", name)
+
+
+def _is_shared(name: str, config: AdapterConfig, targets: TargetMap, found: Found) -> bool:
+    """Whether PEFT saves the rows of `name` with those of the embedding that it is tied to."""
+    indices = config.token_indices[name]
+    return ends(targets.tied, name) and any(
+        same == indices and other != name and ends(found.tokens, other)
+        for other, same in config.token_indices.items()
+    )
 
 
 def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> None:

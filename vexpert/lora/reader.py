@@ -114,7 +114,7 @@ def _read(
     context.examples += full.examples
     _check_once(reading, full)
     found = Found(reading.modules, set(reading.tokens), full.names, placed.factors)
-    _check_tying(context.config, found)
+    _check_tying(context.config, targets, found)
     context.warnings += check_promises(context.config, targets, found)
     return AdapterWeights(
         modules=reading.modules,
@@ -268,12 +268,14 @@ def _check_once(reading: _Reading, full: FullParameters) -> None:
         raise AdapterError("the file holds no factors: nothing would be applied")
 
 
-def _check_tying(config: AdapterConfig, found: Found) -> None:
-    adapted = {*found.modules, *found.tokens, *found.full_modules}
-    if config.ensure_weight_tying and (ends(adapted, "embed_tokens") or ends(adapted, "lm_head")):
+def _check_tying(config: AdapterConfig, targets: TargetMap, found: Found) -> None:
+    """Trained rows are shared by tied modules anyway, and without any there is nothing to share."""
+    adapted = {*found.modules, *found.full_modules}
+    shared = [path for path in (targets.input_embedding, *targets.tied) if ends(adapted, path)]
+    if config.ensure_weight_tying and targets.tied and shared:
         raise AdapterError(
-            "ensure_weight_tying=true with an adapted embedding or lm_head is not supported; merge "
-            "the adapter into the base model"
+            f"ensure_weight_tying=true with an adapted {shared[0]}, whose weight is tied, is not "
+            "supported; merge the adapter into the base model"
         )
 
 
