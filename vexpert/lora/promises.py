@@ -100,6 +100,15 @@ def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> No
         and (config.bias == "all" or (path in found.modules and not is_router(path, targets)))
     ]
     if missing:
+        if config.bias == "lora_only":
+            raise AdapterError(
+                f'adapter_config.json: bias="lora_only", but '
+                f"{counted(len(missing), 'bias', 'biases')} not in the file:\n"
+                f"{key_lines(missing, 'bias', 'biases')}\n"
+                'PEFT trains the biases of modules with factors under "lora_only", but does not '
+                'save them, so they are lost: train with bias="all", or say "bias": "none" to use '
+                "the adapter without them"
+            )
         raise AdapterError(
             f"adapter_config.json: bias={config.bias!r}, but "
             f"{counted(len(missing), 'bias', 'biases')} not in the file:\n"
