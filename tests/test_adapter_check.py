@@ -111,9 +111,28 @@ def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["difference"] <= facts["tolerance"]
 
 
+@pytest.mark.parametrize("words", [[], ["--model", "vexpert-demo"]])
+def test_the_demo_is_the_model(capsys: pytest.CaptureFixture[str], words: list[str]) -> None:
+    path = vexpert.demo.adapter_paths()["upper"]
+    assert main(["adapter", "check", str(path), "--device", "cpu", *words]) == 0
+    out = capsys.readouterr().out
+    assert out.endswith("verdict: right\n")
+    assert "warning" not in out
+
+
 def test_the_command_on_a_refused_adapter(
-    folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    model: Any, folder: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert main(["adapter", "check", str(tmp_path), "--model", folder, "--device", "cpu"]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: adapter")
+    assert error.startswith("error: ")
+    assert "adapter_config.json is missing" in error
+    files = Files(model, tmp_path)
+    odd = {key.replace("q_proj", "q_porj"): x for key, x in files.some(Q).items()}
+    path = str(files.save("odd", odd))
+    assert main(["adapter", "check", path, "--model", folder, "--device", "cpu"]) == 2
+    lines = capsys.readouterr().err.splitlines()
+    first = next(i for i, line in enumerate(lines) if line.startswith(f"error: {path}: 4 keys"))
+    assert "q_porj" in lines[first + 1]
+    assert lines[first + 1].startswith("  base_model")
+    assert "checked" not in "".join(lines)

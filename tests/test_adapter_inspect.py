@@ -20,6 +20,7 @@ from helpers_extras import (
     tokens,
 )
 from helpers_models import tiny_model
+from safetensors.torch import load_file
 
 import vexpert.demo
 from vexpert.cli.adapter import _spans
@@ -27,6 +28,7 @@ from vexpert.cli.main import main
 from vexpert.config import EngineConfig
 from vexpert.engine.inspect import inspect_adapter
 from vexpert.errors import ModelError
+from vexpert.lora.halves import check_half_keys
 from vexpert.models.loader import find_targets, serve
 from vexpert.models.outline import read_outline
 
@@ -103,6 +105,20 @@ def test_a_refusal_is_in_the_report(model: Any, folder: str, tmp_path: Path) -> 
     assert "missing" in str(inspect_adapter(tmp_path).error)
 
 
+def test_halves_are_missing_whatever_the_model(
+    model: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = Files(model, tmp_path)
+    keys = load_file(plain(files) / "adapter_model.safetensors")
+    path = str(files.save("half", {key: x for key, x in keys.items() if "lora_A" in key}))
+    code, text, _ = run(capsys, "inspect", path)
+    assert code == 1
+    assert "REFUSED" in text
+    assert "q_proj.lora_B.weight (2 keys)" in text
+    mixed = {"mlp.experts.up_proj.lora_A.weight", "mlp.experts.0.up_proj.lora_B.weight"}
+    check_half_keys(mixed | {"x.q_proj.lora_A", "x.q_proj.lora_B.weight"})
+
+
 @pytest.mark.parametrize(
     "model_type", ["qwen3_moe", "gpt_oss", "deepseek_v3", "llama4_text", "granitemoe", "mixtral"]
 )
@@ -162,6 +178,16 @@ def test_a_model_that_is_none(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert (code, text) == (2, "")
     assert error.startswith("error: ")
     assert error.count("\n") == 1
+
+
+def test_the_demo_by_every_name(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its adapters name it vexpert-demo; no path to its folder is another model."""
+    model = vexpert.demo.model_path()
+    monkeypatch.chdir(model.parent)
+    for name in ("model", "../demo/model/", str(model), vexpert.demo.find_model("vexpert-demo")):
+        report = inspect_adapter("adapters/sort", name)
+        assert (report.error, report.warnings) == (None, ())
+    assert vexpert.demo.find_model("other") == "other"
 
 
 def test_the_demos_adapters() -> None:

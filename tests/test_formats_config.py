@@ -21,7 +21,11 @@ def config(tmp_path, **fields):
 
 BAD = [
     ({"peft_type": "ADALORA"}, "ADALORA"),
-    ({"peft_type": None}, "peft_type"),
+    (
+        {"peft_type": None},
+        'peft_type is missing: if these are LoRA factors, add "peft_type": "LORA"',
+    ),
+    ({"peft_type": "lora"}, "write it in capitals"),
     ({"r": 0}, "r=0"),
     ({"r": -1}, "r=-1"),
     ({"r": 2.5}, "r=2.5"),
@@ -46,11 +50,12 @@ BAD = [
     ({"peft_version": "latest"}, "peft_version"),
     ({"peft_version": 0.21}, "peft_version"),
     ({"init_lora_weights": "pissa_niter_4"}, "path_initial_model_for_weight_conversion"),
-    ({"init_lora_weights": "olora"}, "olora"),
-    ({"init_lora_weights": "loftq"}, "loftq"),
+    ({"init_lora_weights": "olora"}, "as it was saved before training"),
+    ({"init_lora_weights": "loftq"}, "no conversion of LoftQ"),
+    ({"init_lora_weights": "newinit"}, "'newinit': an initialisation that this version does not"),
     ({"use_qalora": True}, "use_qalora"),
     ({"layer_replication": [[0, 4]]}, "layer_replication"),
-    ({"alora_invocation_tokens": [1, 2]}, "alora"),
+    ({"alora_invocation_tokens": [1, 2]}, "PEFT cannot merge it either"),
     ({"use_newlora": True}, "use_newlora"),
     ({"newlora_config": {"x": 1}}, "newlora_config"),
 ]
@@ -90,6 +95,11 @@ def test_fields_that_change_nothing(tmp_path):
         trainer_note="x",
     )
     assert found.warnings == ("adapter_config.json: unknown fields ignored: trainer_note",)
+
+
+@pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])
+def test_initialisations_that_leave_the_base_as_it_is(tmp_path, init):
+    assert config(tmp_path, init_lora_weights=init).warnings == ()
 
 
 def test_missing_alpha_is_pefts_default_with_a_warning(tmp_path):

@@ -53,7 +53,7 @@ MEANS_LESS = {
     "exclude": (
         ATTENTION,
         {"target_modules": PROJECTIONS, "exclude_modules": ["o_proj"]},
-        r"o_proj\S+ \(4 keys(?s:.*)take them out of exclude_modules",
+        r"o_proj\S+ \(4 keys(?s:.*)keep exclude_modules from matching",
     ),
     "down alone": (
         FUSED,

@@ -94,6 +94,25 @@ def test_missing_shard(folder):
     assert "b.safetensors is missing: copy the whole adapter again" in refused(folder)
 
 
+def test_shards_without_their_index(folder):
+    for number, part in enumerate((list(KEYS)[::2], list(KEYS)[1::2]), 1):
+        name = f"adapter_model-0000{number}-of-00002.safetensors"
+        save_file({key: KEYS[key].contiguous() for key in part}, folder / name)
+    (folder / WEIGHTS).unlink()
+    message = refused(folder)
+    assert "2 shards, first adapter_model-00001-of-00002.safetensors, but no " + INDEX in message
+
+
+@pytest.mark.parametrize("name", [WEIGHTS, "adapter_model.bin", "adapter_config.json"])
+def test_a_pointer_of_git_lfs(folder, name):
+    if name.endswith("bin"):
+        (folder / WEIGHTS).unlink()
+    text = "version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n"
+    (folder / name).write_text(text)
+    assert f"{name} is a git-lfs pointer" in refused(folder)
+    assert "run `git lfs pull`" in refused(folder)
+
+
 def test_symlinked_weights_as_download_caches_make_them(folder):
     shutil.move(folder / WEIGHTS, folder.parent / "blob")
     (folder / WEIGHTS).symlink_to("../blob")
@@ -158,7 +177,11 @@ def test_bin_never_runs_code(folder, plain):
         path.write_bytes(pickle.dumps(payload))
     else:
         torch.save(payload, path)
-    assert "save the adapter as adapter_model.safetensors" in refused(folder)
+    message = refused(folder)
+    assert "save the adapter as adapter_model.safetensors" in message
+    assert plain or "holds Python objects" in message
+    assert "weights_only" not in message
+    assert "\x1b" not in message
     assert not (folder / "ran").exists()
 
 

@@ -93,6 +93,21 @@ def test_every_lost_key_is_counted_and_gets_a_hint(tmp_path):
     assert "score.lora_{A,B}.weight (2 keys" in message
 
 
+@pytest.mark.parametrize(
+    ("old", "new", "hint"),
+    [
+        ("base_model.", "module.base_model.", "without 'module.' in front the model has it"),
+        ("model.layers.1.", "model.wrap.model.layers.1.", "without 'model.wrap.' in front"),
+        ("layers.1.", "layers.7.", "the model has layers 0 to 1"),
+        ("experts.1.", "experts.9.", "the model has experts 0-2"),
+        ("q_proj.lora_A", "q_proj.lora_down", "PEFT's name of lora_down is lora_A"),
+        ("base_model.model.model", "base_model.model.visual", "nearest module"),
+    ],
+)
+def test_what_keys_without_a_place_may_mean(tmp_path, old, new, hint):
+    assert hint in refused(tmp_path, {key.replace(old, new): x for key, x in KEYS.items()})
+
+
 def test_several_adapters_in_one_file(tmp_path):
     keys = {
         key.replace("_A.weight", "_A.one.weight").replace("_B.weight", "_B.two.weight"): x

@@ -186,3 +186,15 @@ def test_a_key_twice(tmp_path):
     (tmp_path / "adapter_config.json").write_text(text)
     with pytest.raises(AdapterError, match="'lora_alpha' is there twice"):
         read_adapter(tmp_path, TARGETS)
+
+
+def test_patterns_that_match_nothing_are_told(tmp_path):
+    """In either order of the file, and not those that another one only stands before."""
+    keys = {key: x for key, x in LINEAR.items() if "v_proj" in key}
+    for names in (["layers.*", "v_porj", "v_proj"], ["v_proj", "v_porj", "layers.*"]):
+        table = dict.fromkeys(names, 4)
+        found = read_adapter(save(tmp_path, keys, alpha_pattern=table, rank_pattern=table), TARGETS)
+        told = [text for text in found.warnings if "without effect" in text]
+        assert [text.split(": ")[1] for text in told] == ["rank_pattern", "alpha_pattern"]
+        assert all("'v_porj'" in text and "'v_proj'" not in text for text in told)
+        assert all("layers" not in text for text in told)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
+from vexpert.demo import DEMO_NAME, find_model
 from vexpert.log import quiet_libraries
 
 if TYPE_CHECKING:
@@ -46,9 +47,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         )
         action.add_argument("--dtype", default=None, choices=_choices("dtype"), help="of the model")
         action.add_argument("--trust-remote-code", action="store_true", help="run a model's code")
-    inspect.add_argument("--model", metavar="MODEL", help="folder or name; none: the files alone")
+    inspect.add_argument(
+        "--model",
+        metavar="MODEL",
+        help=f"folder or name; {DEMO_NAME}: the bundled demo; none: the files alone",
+    )
     inspect.add_argument("--max-lora-rank", type=int, default=64, metavar="N", help="largest rank")
-    check.add_argument("--model", required=True, metavar="MODEL", help="folder or name")
+    check.add_argument(
+        "--model", default="", metavar="MODEL", help="folder or name; none: the bundled demo"
+    )
     check.add_argument("--device", default="auto", metavar="TEXT", help="auto, cpu, cuda or cuda:N")
     check.add_argument(
         "--tokenizer", default=None, metavar="TEXT", help="folder or name, if not the model's own"
@@ -79,7 +86,8 @@ def _inspect(args: argparse.Namespace, options: dict[str, Any]) -> int:
     from vexpert.engine.inspect import inspect_adapter
 
     quiet_libraries()
-    report = inspect_adapter(args.path, args.model, max_lora_rank=args.max_lora_rank, **options)
+    model = find_model(args.model) if args.model else None
+    report = inspect_adapter(args.path, model, max_lora_rank=args.max_lora_rank, **options)
     _print(json.dumps(_plain(report)) if args.json else "\n".join(inspect_lines(report)))
     return int(report.is_refused)
 
@@ -94,7 +102,7 @@ def _check(args: argparse.Namespace, options: dict[str, Any]) -> int:
     if args.tokenizer is not None:
         options["tokenizer"] = args.tokenizer
     with _warnings_in_report():
-        report = check_adapter(args.path, args.model, **options)
+        report = check_adapter(args.path, find_model(args.model), **options)
     facts = dataclasses.asdict(report) | {"verdict": report.verdict}
     _print(json.dumps(facts) if args.json else "\n".join(check_lines(report)))
     return int(not report.is_right)

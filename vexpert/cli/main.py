@@ -8,7 +8,7 @@ from collections.abc import Sequence
 from vexpert import __version__
 from vexpert.cli.examples import EXAMPLES, examples
 from vexpert.cli.parser import Parser
-from vexpert.errors import VexpertError
+from vexpert.errors import AdapterError, VexpertError
 
 # Each module has add_arguments(parser) and run(args) -> exit code, and imports heavy things in run.
 COMMANDS = {
@@ -56,6 +56,9 @@ def main(arguments: Sequence[str] | None = None) -> int:
     args = build_parser().parse_args(arguments)
     try:
         return int(importlib.import_module(args.module).run(args))
+    except AdapterError as error:  # its lists of keys are lines of their own
+        print(f"error: {error}", file=sys.stderr)
+        return 2
     except VexpertError as error:
         message = " ".join(str(error).split())
         print(f"error: {message}", file=sys.stderr)

@@ -1,13 +1,12 @@
 """Building an engine's parts from its config, and the lines that say what was built."""
 
 import functools
-from pathlib import Path
 from typing import Any
 
 import torch
 
 from vexpert.config import EngineConfig
-from vexpert.demo import DEMO_NAME, model_path
+from vexpert.demo import DEMO_NAME, is_demo
 from vexpert.engine.adapters import AdapterSource, NoAdapters
 from vexpert.engine.admission import parse_weights
 from vexpert.engine.capture import Capturer, CudaCapturer
@@ -76,10 +75,9 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
 
 def model_names(name: str) -> tuple[str, ...]:
     """Names of the model `name`, a folder or a hub's name: its own, and what its config says."""
-    from vexpert.demo import model_path
     from vexpert.models.checkpoint import original_name
 
-    if Path(name) == model_path():
+    if is_demo(name):
         return name, DEMO_NAME
     original = original_name(name)
     return (name, original) if original else (name,)
@@ -87,8 +85,7 @@ def model_names(name: str) -> tuple[str, ...]:
 
 def _base_names(config: EngineConfig, info: ModelInfo) -> frozenset[str]:
     """The names that mean the base model."""
-    is_demo = config.model in ("", str(model_path()))
-    return frozenset({info.name, DEMO_NAME} if is_demo else {info.name})
+    return frozenset({info.name, DEMO_NAME} if is_demo(config.model) else {info.name})
 
 
 def make_graphs(

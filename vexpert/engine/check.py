@@ -78,9 +78,10 @@ def check_adapter(
     config = EngineConfig.from_options(**{"dtype": "float32", "model": model, **options})
     llm = LLM.from_engine(Engine(config))
     ids = _prompt_ids(llm, prompts)
+    # Read first: a refusal then names the folder, not the name that it is served by here.
+    targets, weights = _read(llm, folder, lora_B_layout, config.max_lora_rank)
     info = llm.load_adapter(NAME, str(folder), lora_B_layout=lora_B_layout)
     served = _ask(llm, ids)
-    targets, weights = _read(llm, folder, lora_B_layout)
     facts = llm.engine.model_info
     del llm  # its weights make room for the plain model
     plain = _Plain(config, facts.dtype, facts.device)
@@ -128,10 +129,17 @@ def _ask(llm: LLM, ids: list[list[int]]) -> tuple[Tables, Tables]:
     return tables[: len(ids)], tables[len(ids) :]
 
 
-def _read(llm: LLM, path: Path, layout: str | None) -> tuple[TargetMap, AdapterWeights]:
+def _read(
+    llm: LLM, path: Path, layout: str | None, max_rank: int
+) -> tuple[TargetMap, AdapterWeights]:
     model = llm.engine.model
     weights = read_adapter(
-        path, model.targets, lora_B_layout=layout, supported=SUPPORTED, base_weight=model.parameter
+        path,
+        model.targets,
+        max_rank=max_rank,
+        lora_B_layout=layout,
+        supported=SUPPORTED,
+        base_weight=model.parameter,
     )
     return model.targets, weights
 

@@ -1,5 +1,6 @@
 """Looks at an adapter without serving it: what is in the files, and what a model makes of it."""
 
+from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
 
@@ -9,6 +10,7 @@ from vexpert.config import EngineConfig
 from vexpert.engine.boot import model_names
 from vexpert.errors import AdapterError
 from vexpert.lora.build_extras import SUPPORTED, extras_like
+from vexpert.lora.halves import check_half_keys
 from vexpert.lora.pack import packed_elements
 from vexpert.lora.reader import read_adapter
 from vexpert.lora.report import AdapterReport, file_facts, file_rows, module_rows, producer
@@ -82,10 +84,19 @@ def _from_files(folder: Path) -> AdapterReport:
     return AdapterReport(
         path=str(folder),
         model=None,
-        error=None,
+        error=_half_error(tensors.keys()),
         producer=producer(config, tensors),
         config=config,
         files=file_rows(tensors),
         file_bytes=sum(x.nbytes for x in tensors.values()),
         warnings=config.warnings,
     )
+
+
+def _half_error(keys: Collection[str]) -> str | None:
+    """What is missing beside the keys, whatever the model."""
+    try:
+        check_half_keys(keys)
+    except AdapterError as error:
+        return str(error)
+    return None

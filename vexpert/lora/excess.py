@@ -133,7 +133,7 @@ def excess_error(config: AdapterConfig, found: list[Excess], targets: TargetMap)
     keys = [key for one in found for key in _keys(one, targets)]
     fields = dict.fromkeys(one.by for one in found)
     verb, it = ("is", "it") if len(keys) == 1 else ("are", "them")
-    ways = " and ".join(_remedy(config, field, found) for field in fields)
+    ways = ", ".join(_remedy(config, field, found) for field in fields)
     return AdapterError(
         f"{counted(len(keys), 'key')} of the file {verb} for modules that adapter_config.json "
         f"leaves out ({', '.join(fields)}): PEFT drops {it} without a word:\n{key_lines(keys)}\n"
@@ -161,7 +161,7 @@ def _keys(one: Excess, targets: TargetMap) -> list[str]:
 def _remedy(config: AdapterConfig, field: str, found: Collection[Excess]) -> str:
     mine = [one for one in found if one.by == field]
     if field == "exclude_modules":
-        return "take them out of exclude_modules"
+        return "keep exclude_modules from matching them"
     if field == "layers_to_transform":
         layers = {layer for one in mine if (layer := layer_of(one.path)) is not None}
         if layers:

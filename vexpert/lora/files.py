@@ -13,7 +13,7 @@ import torch
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.header import Entry, parse_header
-from vexpert.lora.json_files import check_regular, read_json
+from vexpert.lora.json_files import check_pointer, check_regular, read_json
 from vexpert.lora.key_lists import counted, key_lines
 from vexpert.lora.parallel import run_all
 
@@ -42,6 +42,12 @@ def read_tensors(folder: Path) -> Tensors:
     elif _exists(folder / PICKLE):
         tensors = _read_pickle(folder / PICKLE)
     else:
+        shards = sorted(path.name for path in folder.glob("adapter_model-*-of-*.safetensors"))
+        if shards:
+            raise AdapterError(
+                f"{folder} has {counted(len(shards), 'shard')}, first {shards[0]}, but no {INDEX}: "
+                "copy it there too"
+            )
         raise AdapterError(
             f"{folder} has no {SAFETENSORS}, {INDEX} or {PICKLE}: the weights are missing; copy "
             "them beside adapter_config.json"
@@ -86,6 +92,7 @@ def _read_safetensors(path: Path) -> Tensors:
             what = "not a file" if path.exists() else "missing"
             raise AdapterError(f"{path} is {what}: copy the whole adapter again")
         content = _content(path)
+        check_pointer(path, content[:100].numpy().tobytes())
         return _views(content, parse_header(content))
     except AdapterError:
         raise
@@ -191,14 +198,20 @@ def _read_pickle(path: Path) -> Tensors:
     try:
         check_regular(path)
         if not zipfile.is_zipfile(path):
+            with path.open("rb") as file:
+                check_pointer(path, file.read(100))
             raise zipfile.BadZipFile("not the archive that torch.save writes")
         loaded = torch.load(path, map_location="cpu", weights_only=True)
     except AdapterError:
         raise
     except PermissionError as error:
         raise _unreadable(path, error) from None
+    except pickle.UnpicklingError:  # its text tells how to run the file's code
+        raise AdapterError(
+            f"{path} is refused: it holds Python objects beside tensors, or is broken; save the "
+            f"adapter as {SAFETENSORS}"
+        ) from None
     except (
-        pickle.UnpicklingError,
         zipfile.BadZipFile,
         RuntimeError,
         OSError,

@@ -1,12 +1,16 @@
 """Refuses files with one factor of a pair, before any pair is read: all keys at once."""
 
-from collections.abc import Iterable, Mapping
+import re
+from collections.abc import Collection, Iterable, Mapping
+
+import torch
 
 from vexpert.errors import AdapterError
 from vexpert.lora.key_lists import counted, key_lines, partner
-from vexpert.lora.keys import Piece, Slots
+from vexpert.lora.keys import Piece, Slots, parse_key
 from vexpert.lora.placing import Placed
 
+_EXPERT = re.compile(r"\.experts\.\d+\.")
 _KINDS = (("A", "embedding_A"), ("B", "embedding_B"))
 
 Pieces = Mapping[int | None, Piece]  # by expert; None: of all experts
@@ -19,9 +23,38 @@ def check_halves(placed: Placed) -> None:
     lonely = [*_of_linear(placed.linear.values()), *_of_experts(placed.experts.values())]
     if not lonely:
         return
-    missing = [name for piece in lonely for name in _missing(piece)]
+    raise _incomplete([name for piece in lonely for name in _missing(piece)])
+
+
+def check_half_keys(keys: Collection[str]) -> None:
+    """The same from the keys alone, without a model: AdapterError that lists every missing half.
+
+    A factor of all experts goes with those of single ones.
+    """
+    sides: dict[str, dict[str, str]] = {"A": {}, "B": {}}  # module -> key
+    for key in keys:
+        piece = parse_key(key, torch.empty(0))
+        side = piece and next((kind[0][-1] for kind in _KINDS if piece.part in kind), None)
+        if piece and side:
+            sides[side][piece.module] = key
+    missing = [*_unmatched(sides["A"], sides["B"]), *_unmatched(sides["B"], sides["A"])]
+    if missing:
+        raise _incomplete(missing)
+
+
+def _unmatched(mine: Mapping[str, str], others: Collection[str]) -> Iterable[str]:
+    """The other halves' keys of modules that `others` has neither by name nor by experts."""
+    general = {_EXPERT.sub(".experts.", other) for other in others}
+    for module, key in mine.items():
+        of_all = _EXPERT.sub(".experts.", module)
+        is_there = module in others or of_all in (general if of_all == module else others)
+        if not is_there and (other := partner(key)):
+            yield other
+
+
+def _incomplete(missing: list[str]) -> AdapterError:
     verb = "is" if len(missing) == 1 else "are"
-    raise AdapterError(
+    return AdapterError(
         f"{counted(len(missing), 'key')} {verb} missing beside others of the same module:\n"
         f"{key_lines(missing)}\nThe file is incomplete: save the adapter again."
     )

@@ -20,11 +20,24 @@ def check_regular(path: Path) -> None:
         raise AdapterError(f"{path} is not a regular file: copy the adapter's own files there")
 
 
+POINTER = b"version https://git-lfs.github.com/spec/"
+
+
+def check_pointer(path: Path, head: bytes) -> None:
+    """AdapterError where `path`, which begins with `head`, is what git-lfs leaves for a file."""
+    if head.startswith(POINTER):
+        raise AdapterError(
+            f"{path} is a git-lfs pointer, not the file itself: run `git lfs pull` in its folder"
+        )
+
+
 def read_json(path: Path) -> dict[str, Any]:
     """A JSON object from a file; AdapterError when it is missing, broken, or not an object."""
     try:
         check_regular(path)
-        raw = parse_json(path.read_text(encoding="utf-8"))
+        text = path.read_text(encoding="utf-8")
+        check_pointer(path, text[:100].encode())
+        raw = parse_json(text)
     except AdapterError:
         raise
     except FileNotFoundError:

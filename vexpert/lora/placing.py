@@ -1,14 +1,13 @@
 """Sorts the pieces of a file by the module of the model they belong to; refuses what has none."""
 
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from typing import TypeVar
 
 from vexpert.errors import AdapterError
 from vexpert.lora.files import Tensors
 from vexpert.lora.formats.full import parameter_shape
+from vexpert.lora.hints import Hints
 from vexpert.lora.key_lists import (
-    HOLE,
     MOST_LINES,
     counted,
     grouped,
@@ -52,7 +51,7 @@ def place(tensors: Tensors, targets: TargetMap) -> Placed:
         if piece.adapter:
             adapters.add(piece.adapter)
     if lost:
-        raise AdapterError(_lost_message(lost, targets))
+        raise AdapterError(_lost_message(lost, names, targets))
     if fixed:
         raise AdapterError(_fixed_message(fixed, targets))
     if len(adapters) > 1:
@@ -98,16 +97,17 @@ def _once(table: dict[K, Piece], at: K, piece: Piece) -> None:
     table[at] = piece
 
 
-def _lost_message(lost: list[str], targets: TargetMap) -> str:
-    """All keys, grouped by their names, each group with the nearest module of the model."""
-    known = sorted({_readable(split_numbers(path)[0]) for path in targets.targets})
-    hints: dict[str, str] = {}
+def _lost_message(lost: list[str], names: Names, targets: TargetMap) -> str:
+    """All keys, grouped by their names, each group with what may be meant."""
+    hints = Hints(names, targets)
+    examples = {_general(key): key for key in reversed(lost)}
+    told: dict[str, str] = {}
     lines = []
     for group in grouped(lost)[: MOST_LINES + 1]:
-        if group.general not in hints:
-            near = get_close_matches(_module(group.general), known, 1, 0.5)
-            hints[group.general] = f"; nearest module of the model: {near[0]}" if near else ""
-        lines.append(f"  {group.text} ({counted(group.size, 'key')}{hints[group.general]})")
+        general = group.general.replace("{A,B}", "A")
+        if general not in told:
+            told[general] = hints.hint(examples[general]) if general in examples else ""
+        lines.append(f"  {group.text} ({counted(group.size, 'key')}{told[general]})")
     verb = "has" if len(lost) == 1 else "have"
     return (
         f"{counted(len(lost), 'key')} of the adapter {verb} no place in {targets.architecture}:\n"
@@ -124,10 +124,5 @@ def _fixed_message(fixed: list[str], targets: TargetMap) -> str:
     )
 
 
-def _readable(general: str) -> str:
-    return general.replace(HOLE, "N")
-
-
-def _module(general: str) -> str:
-    name = _readable(general).removeprefix("base_model.model.")
-    return name.partition(".lora_")[0]
+def _general(key: str) -> str:
+    return split_numbers(key)[0]

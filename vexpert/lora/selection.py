@@ -52,9 +52,13 @@ class Selection:
             return "" if self._matches(name) else "target_modules"
         if name in self._names:
             return ""
-        if not any(end in self._names for end in _ends(name)):
+        if not self._is_end(name):
             return "target_modules"
         return "" if self._may_be_in_layers(name) else "layers_to_transform"
+
+    def _is_end(self, name: str) -> bool:
+        """Whether target_modules has an end of `name`; most are its last word."""
+        return name.rpartition(".")[2] in self._names or not self._names.isdisjoint(_ends(name))
 
     def _may_be_in_layers(self, name: str) -> bool:
         """Whether some PEFT takes `name` to be in one of layers_to_transform."""
