@@ -59,12 +59,14 @@ def _incomplete(field: str, name: str, missing: Iterable[str] = ()) -> AdapterEr
 
 def _check_full(config: AdapterConfig, targets: TargetMap, found: Found) -> None:
     known = {name.rpartition(".")[0] for name in targets.parameters} | targets.targets.keys()
+    names = {  # modules_to_save may have thousands of names
+        path: [f".{name}." for name in names_of(path, targets.model_type)]
+        for path in sorted(known - found.full_modules)
+    }
     for name in config.modules_to_save:
+        wanted = f".{name}."
         missing = [
-            path
-            for path in sorted(known)
-            if path not in found.full_modules
-            and all(f".{name}." in f".{other}." for other in names_of(path, targets.model_type))
+            path for path, called in names.items() if all(wanted in other for other in called)
         ]
         if missing:
             raise _incomplete("modules_to_save", name, missing)
