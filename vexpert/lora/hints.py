@@ -85,10 +85,10 @@ class Hints:
                 wrapper = prefix.removeprefix(PREFIX)
                 if any(part in wrapper for part in _OTHER_PARTS):
                     return ""
-                if wrapper.startswith("base_model."):
+                if key.count(PREFIX) > 1:
                     return (
                         "PEFT wrapped a model that it had wrapped before: take one "
-                        f"{wrapper!r} out of the keys"
+                        f"{PREFIX!r} out of the keys"
                     )
                 return f"without {wrapper!r} in front the model has it: take that out of the keys"
         return ""

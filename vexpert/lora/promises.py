@@ -104,7 +104,7 @@ def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> No
     if missing:
         if config.bias == "lora_only":
             raise AdapterError(
-                f'adapter_config.json: bias="lora_only", but '
+                f"adapter_config.json: bias={config.bias!r}, but "
                 f"{counted(len(missing), 'bias', 'biases')} not in the file:\n"
                 f"{key_lines(missing, 'bias', 'biases')}\n"
                 'PEFT trains the biases of modules with factors under "lora_only", but does not '
