@@ -20,6 +20,7 @@ from vexpert.lora.types import (
     Target,
     TargetMap,
 )
+from vexpert.models.targets import tied_modules
 from vexpert.ops.types import LoraSite, OutputSlice
 
 CASES = Path(__file__).resolve().parents[2] / "shared" / "cases"
@@ -50,7 +51,12 @@ def target_map(model: nn.Module) -> TargetMap:
             targets[path] = target
     parameters = {name: tuple(p.shape) for name, p in model.state_dict().items()}
     return TargetMap(
-        model.config.model_type, type(model).__name__, targets, tuple(sites.made), parameters
+        model.config.model_type,
+        type(model).__name__,
+        targets,
+        tuple(sites.made),
+        parameters,
+        tied=tied_modules(model),
     )
 
 

@@ -39,6 +39,14 @@ CONFIGS: dict[str, dict[str, Any]] = {
     "gpt_oss": {"intermediate_size": 12, "num_local_experts": 3},  # transposed, interleaved
     "gpt_oss_square": {"intermediate_size": 16, "num_local_experts": 3},  # down is square
     "llama4_text": {"intermediate_size": 10, "num_local_experts": 3},  # transposed, no flag
+    "ernie4_5_moe": {
+        "moe_intermediate_size": 10,
+        "moe_num_experts": 3,
+        "moe_k": 2,
+        "moe_num_shared_experts": 1,
+        "intermediate_size": 20,
+        "num_key_value_heads": 2,
+    },
     "deepseek_v3": {
         "moe_intermediate_size": 10,
         "n_routed_experts": 4,

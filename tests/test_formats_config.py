@@ -113,6 +113,7 @@ def test_patterns_match_as_pefts(tmp_path):
     """The whole name, or the part after a dot; the first pattern that matches wins."""
     found = config(
         tmp_path,
+        peft_version="0.15.0",
         rank_pattern={"q_proj": 2, ".*": 7},
         alpha_pattern={"layers.1.mlp.experts.down_proj": 20, r".*\.gate_up_proj": 12},
     )

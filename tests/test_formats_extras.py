@@ -1,5 +1,7 @@
 """What adapters hold beyond pairs of factors: read fully, or refused where it cannot be applied."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers_writers import experts_of, linear_keys, per_expert_keys, random_adapter, save, tiny_map
@@ -234,7 +236,54 @@ def test_an_extra_that_cannot_be_applied_is_refused(tmp_path, kind, extra, field
     assert read(tmp_path, extra, supported=frozenset({kind}), **fields).extras == {kind}
 
 
+TIED = replace(TARGETS, tied=frozenset({"lm_head"}), input_embedding="model.embed_tokens")
+
+
 @pytest.mark.parametrize("name", ["embed_tokens", "lm_head"])
 def test_tied_adapters_are_refused(tmp_path, name):
     keys = {k: x for k, x in linear_keys(WANTED, TARGETS).items() if name in k}
-    refused(tmp_path, keys, "ensure_weight_tying", ensure_weight_tying=True)
+    folder = save(tmp_path, keys, r=2, lora_alpha=8, ensure_weight_tying=True)
+    with pytest.raises(AdapterError, match="ensure_weight_tying"):
+        read_adapter(folder, TIED)
+    assert read_adapter(folder, TARGETS).modules  # nothing is tied: as without it
+
+
+@pytest.mark.parametrize("ensure", [True, False])
+def test_token_rows_of_a_tied_head_are_the_embeddings(tmp_path, ensure):
+    indices = {"embed_tokens": [1], "lm_head": [1]}
+    config = {"r": 2, "trainable_token_indices": indices, "ensure_weight_tying": ensure}
+    folder = save(tmp_path, {TOKENS: torch.ones(1, 16)}, **config)
+    assert read_adapter(folder, TIED, supported=ALL).tokens.keys() == {"model.embed_tokens"}
+    refused_by = "trainable_token_indices names 'lm_head'"
+    with pytest.raises(AdapterError, match=refused_by):
+        read_adapter(folder, TARGETS, supported=ALL)
+    config["trainable_token_indices"] = {**indices, "lm_head": [2]}
+    with pytest.raises(AdapterError, match=refused_by):
+        read_adapter(save(tmp_path, {TOKENS: torch.ones(1, 16)}, **config), TIED, supported=ALL)
+
+
+def test_token_rows_of_a_head_with_a_bias_are_told(tmp_path):
+    """PEFT's forward leaves the bias out."""
+    shapes = {**TARGETS.parameters, "lm_head.bias": (40,)}
+    rows = {TOKENS.replace("model.embed_tokens", "lm_head"): torch.ones(1, 16)}
+    folder = save(tmp_path, rows, r=2, trainable_token_indices={"lm_head": [1]})
+    targets = replace(TARGETS, parameters=shapes)
+    (warning,) = read_adapter(folder, targets, supported=ALL).warnings[-1:]
+    assert "lm_head has a bias" in warning
+    assert "bias" not in " ".join(read_adapter(folder, TARGETS, supported=ALL).warnings)
+
+
+def test_what_cannot_be_applied_is_named(tmp_path):
+    """Of a whole block in modules_to_save, the norms alone."""
+    block = [k for k in TARGETS.parameters if "layers.0.self_attn" in k]
+    extra = {P + k: torch.ones(TARGETS.parameters[k]) for k in block}
+    match = r"first: \S*layers\.0\.self_attn\.[qk]_norm\.weight, \S*[qk]_norm\.weight\)"
+    refused(tmp_path, extra, match, keys={}, supported=ALL - {"full_other"})
+
+
+def test_biases_that_peft_lost(tmp_path):
+    targets = tiny_map("gpt_oss")
+    wanted = random_adapter(targets, 2, 4.0, torch.Generator().manual_seed(0))
+    keys = {k: x for k, x in linear_keys(wanted, targets).items() if "q_proj" in k}
+    with pytest.raises(AdapterError, match=r'(?s)lora_only.*so they are lost: train with bias="a'):
+        read_adapter(save(tmp_path, keys, r=2, bias="lora_only"), targets, supported=ALL)

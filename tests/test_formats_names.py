@@ -1,5 +1,7 @@
 """Module names of files: prefixes, wrappers, older names; keys without a place are all listed."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from helpers_writers import (
@@ -13,6 +15,7 @@ from helpers_writers import (
 )
 
 from vexpert.errors import AdapterError
+from vexpert.lora.extras import EXTRAS
 from vexpert.lora.names import Names, Place
 from vexpert.lora.reader import read_adapter
 
@@ -101,7 +104,8 @@ def test_every_lost_key_is_counted_and_gets_a_hint(tmp_path):
         ("layers.1.", "layers.7.", "the model has layers 0 to 1"),
         ("experts.1.", "experts.9.", "the model has experts 0-2"),
         ("q_proj.lora_A", "q_proj.lora_down", "PEFT's name of lora_down is lora_A"),
-        ("base_model.model.model", "base_model.model.visual", "nearest module"),
+        ("base_model.model.model", "base_model.model.visual", "of a part beside the text model"),
+        ("base_model.model.", "base_model.model.base_model.model.", "wrapped a model that it had"),
     ],
 )
 def test_what_keys_without_a_place_may_mean(tmp_path, old, new, hint):
@@ -180,3 +184,72 @@ def test_inner_wrapper_without_the_outer(tmp_path):
     assert "but not base_model.model.model.layers.0.mlp.experts.lora_{A,B}.weight" in refused(
         tmp_path, keys
     )
+
+
+def test_a_file_of_the_vision_tower_alone(tmp_path):
+    tower = "base_model.model.vision_model.layers.0.self_attn.q_proj"
+    keys = {f"{tower}.lora_{part}.weight": torch.ones(2, 2) for part in "AB"}
+    keys["base_model.model.multi_modal_projector.linear_1.weight"] = torch.ones(2, 2)
+    message = refused(tmp_path, keys)
+    assert "exclude_modules" in message
+    assert "another base model" not in message
+
+
+def test_a_full_weight_of_one_expert(tmp_path):
+    key = "base_model.model.model.layers.1.mlp.experts.0.up_proj.weight"
+    message = refused(tmp_path, {**LINEAR, key: torch.ones(10, 16)})
+    assert "(1 key; a full weight of one expert" in message
+
+
+ROUTER = {"target_modules": ["q_proj", "gate"], "peft_version": "0.17.1", "r": 4, "lora_alpha": 8}
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        {"exclude_modules": ["block_sparse_moe.gate"]},
+        {"exclude_modules": r".*block_sparse_moe.*"},
+        {"target_modules": r"model\.layers\.\d+\.(?!block_sparse_moe).*\.?(gate|q_proj)$"},
+        {"exclude_modules": ["mlp.gate"]},  # transformers 5
+        {"modules_to_save": ["mlp.gate"], "target_modules": ["q_proj"]},  # matched nothing there
+    ],
+)
+@pytest.mark.parametrize("model", ["mixtral", "minimax_m2"])
+def test_a_router_left_out_by_either_name(tmp_path, model, config):
+    targets = replace(tiny_map("mixtral"), model_type=model)
+    wanted = random_adapter(targets, 4, 2.0, torch.Generator().manual_seed(0))
+    keys = {k: x for k, x in linear_keys(wanted, targets).items() if "q_proj" in k}
+    assert read_adapter(save(tmp_path, keys, **{**ROUTER, **config}), targets).warnings == ()
+
+
+@pytest.mark.parametrize("old", ["mlp", "block_sparse_moe"])
+def test_a_lost_router_goes_by_the_files_names(tmp_path, old):
+    targets = tiny_map("mixtral")
+    wanted = random_adapter(targets, 4, 2.0, torch.Generator().manual_seed(0))
+    keys = {k: x for k, x in linear_keys(wanted, targets).items() if "q_proj" in k or "gate" in k}
+    keys = {k.replace("mlp", old): x for k, x in keys.items() if "1.mlp" not in k}
+    with pytest.raises(AdapterError, match=rf"layers\.1\.{old}\.gate\S+ \(2 keys"):
+        read_adapter(save(tmp_path, keys, **ROUTER), targets)
+    every = {k.replace("layers.0", f"layers.{i}"): x for k, x in keys.items() for i in (0, 1)}
+    assert read_adapter(save(tmp_path, every, **ROUTER), targets).warnings == ()
+
+
+def test_ernies_statics_are_beside_the_router(tmp_path):
+    """In transformers 4; in transformers 5 they are inside it."""
+    targets = tiny_map("ernie4_5_moe")
+    gate = "model.layers.1.mlp.gate"
+    name = f"{gate}.moe_statics.e_score_correction_bias"
+    keys = {
+        f"base_model.model.{path}.weight": torch.ones(shape)
+        for path in targets.targets
+        if path.endswith("mlp.gate")
+        for shape in [targets.parameters[f"{path}.weight"]]
+    }
+    config = {"modules_to_save": ["gate"], "target_modules": ["q_proj"], "r": 2}
+    supported = frozenset(EXTRAS)
+    found = read_adapter(save(tmp_path, keys, **config), targets, supported=supported)
+    assert f"{gate}.weight" in found.full
+    statics = "base_model.model.model.layers.1.mlp.moe_statics.e_score_correction_bias"
+    keys[statics] = torch.ones(targets.parameters[name])
+    found = read_adapter(save(tmp_path, keys, **config), targets, supported=supported)
+    assert name in found.full

@@ -12,8 +12,9 @@ import torch
 from helpers_writers import fused_keys, linear_keys, random_adapter, save, tiny_map
 
 from vexpert.errors import AdapterError
+from vexpert.lora.json_files import parse_json
+from vexpert.lora.matchers import Clock, Matcher
 from vexpert.lora.memory_source import adapter_tensors
-from vexpert.lora.patterns import Clock, Matcher
 from vexpert.lora.reader import read_adapter
 
 TARGETS = tiny_map("qwen3_moe")
@@ -198,3 +199,17 @@ def test_patterns_that_match_nothing_are_told(tmp_path):
         assert [text.split(": ")[1] for text in told] == ["rank_pattern", "alpha_pattern"]
         assert all("'v_porj'" in text and "'v_proj'" not in text for text in told)
         assert all("layers" not in text for text in told)
+
+
+def test_a_key_twice_among_many_is_found_fast():
+    text = json.dumps({f"k{n}": n for n in range(50_000)})[:-1] + ', "k49999": 0}'
+    start = time.monotonic()
+    with pytest.raises(ValueError, match="'k49999' is there twice"):
+        parse_json(text)
+    assert time.monotonic() - start < 5  # seconds; a search for each key takes 40
+
+
+@pytest.mark.parametrize("patterns", [["x"] * 21, "x" * 201, ["layers", "x" * 201]])
+def test_too_many_or_long_layers_patterns(tmp_path, patterns):
+    with pytest.raises(AdapterError, match=r"layers_pattern=.* at most 20 names of at most 200"):
+        scale(tmp_path, V, layers_to_transform=[0], layers_pattern=patterns)

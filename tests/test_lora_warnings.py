@@ -10,12 +10,13 @@ import pytest
 
 from vexpert import LLM
 from vexpert.cli.main import main
-from vexpert.cli.serve import LoraModule, build_engine
 from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths, model_path
 from vexpert.engine.boot import model_names
 from vexpert.engine.inspect import inspect_adapter
 from vexpert.errors import AdapterError
+from vexpert.server.engine_boot import build_engine
+from vexpert.server.interface import LoraModule
 
 
 @pytest.fixture(scope="module")
@@ -58,7 +59,9 @@ def test_a_second_read_does_not_log_again(tmp_path: Path, caplog: pytest.LogCapt
 
 def test_the_server_does_not_say_it_twice(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
     path = changed(tmp_path / "a", "shift", base_model_name_or_path="Other")
-    build_engine(EngineConfig(dtype="float32", device="cpu"), [LoraModule("a", path)])
+    build_engine(
+        EngineConfig(dtype="float32", device="cpu"), [LoraModule("a", path)], is_restart=False
+    )
     assert len(logged(caplog)) == 1
 
 

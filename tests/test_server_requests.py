@@ -155,7 +155,8 @@ def test_a_full_queue_is_429_and_recovers(fake: FakeEngine) -> None:
     body = {"model": BASE, "prompt": "x", "n": 2, "ignore_eos": True, "max_tokens": 100}
     with serving(fake, options(max_queue_len=1)) as running:
         with running.http.stream("POST", TEXT, json=body | {"stream": True}) as response:
-            next(response.iter_lines())
+            lines = response.iter_lines()  # kept: its end would close the connection
+            next(lines)
             refused = running.post(TEXT, json={"model": BASE, "prompt": "x"})
             assert refused.status_code == 429
             assert refused.headers["retry-after"] == "1"

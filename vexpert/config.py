@@ -52,6 +52,8 @@ def allocating(what: str, remedy: str) -> Iterator[None]:
         raise ConfigError(f"{what} cannot be allocated: {remedy} ({cause})") from error
 
 
+# On a GPU a step of some thousand tokens costs the host what a step of few costs.
+TOKENS_PER_STEP = {"cpu": 2048, "cuda": 8192}
 _COUNT = (1, 2**31 - 1)
 _BYTES = (0, 2**63 - 1)
 _RANGES = {
@@ -96,7 +98,9 @@ class EngineConfig:
         True, "reuse KV blocks of equal prefixes of one adapter", "cache"
     )
     max_num_seqs: int = option(256, "requests in one step", "scheduler")
-    max_num_batched_tokens: int = option(2048, "tokens in one step", "scheduler")
+    max_num_batched_tokens: int | None = option(
+        None, "tokens in one step; default: 8192 on a GPU, 2048 on a CPU", "scheduler"
+    )
     enforce_eager: bool = option(False, "no CUDA graphs", "scheduler")
     warm_up: str = option(
         "all",
@@ -156,6 +160,12 @@ class EngineConfig:
             raise ConfigError(
                 f"gpu_memory_utilization={self.gpu_memory_utilization}: above 0, at most 1"
             )
+
+    def tokens_per_step(self, device_type: str) -> int:
+        """max_num_batched_tokens, or what is best on a device "cuda" or "cpu"."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        return TOKENS_PER_STEP.get(device_type, TOKENS_PER_STEP["cpu"])
 
     @classmethod
     def from_options(cls, **options: Any) -> "EngineConfig":

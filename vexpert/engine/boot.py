@@ -106,7 +106,7 @@ def make_graphs(
     if reason is not None:
         logger.info("no CUDA graphs, decode steps run eagerly: %s", reason)
         return None
-    sizes = graph_sizes(min(config.max_num_seqs, config.max_num_batched_tokens))
+    sizes = graph_sizes(min(config.max_num_seqs, config.tokens_per_step(info.device.type)))
     width = -(-max_model_len // config.block_size)
     buffers = GraphBuffers(info, sizes[-1], width, config.block_size)
     return DecodeGraphs(model, adapters, buffers, sizes, capturer or CudaCapturer(info.device))

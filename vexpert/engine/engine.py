@@ -73,11 +73,12 @@ class Engine:
             "lower kv_cache_memory, gpu_memory_utilization or max_num_seqs",
         ):
             model.allocate_cache(cache.num_blocks, config.block_size)
+        tokens_per_step = config.tokens_per_step(model.info.device.type)
         self.scheduler = Scheduler(
             BlockPool(cache.num_blocks, config.block_size),
             self._adapters,
             max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=config.max_num_batched_tokens,
+            max_num_batched_tokens=tokens_per_step,
             enable_prefix_caching=config.enable_prefix_caching,
             max_requests_per_lora=config.max_requests_per_lora,
             weights=weights,
@@ -94,7 +95,7 @@ class Engine:
         self._arrivals = itertools.count()
         self._prompt_tokens = self._generation_tokens = self._steps = 0
         if model.info.device.type == "cuda" or capturer is not None:
-            sizes = config.max_num_batched_tokens, config.max_num_seqs
+            sizes = tokens_per_step, config.max_num_seqs
             extent = WarmUp(cache.num_blocks, config.block_size, *sizes, config.warm_up)
             warm_up(model, graphs, self._sampler, extent)
         boot.log_budgets(model, config, cache, self.max_model_len, self._adapters)

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import pdl_options, pdl_wait, power_of_two
+from vexpert.kernels.common import ceil_div, pdl_options, pdl_wait, power_of_two
 
 
 @triton.jit
@@ -63,7 +63,7 @@ def combine(
     if tokens == 0:
         return out
     block = power_of_two(width, 16, 1024)
-    _combine_kernel[(tokens, triton.cdiv(width, block))](
+    _combine_kernel[(tokens, ceil_div(width, block))](
         y,
         experts,
         y if weights is None else weights,

@@ -24,6 +24,11 @@ def power_of_two(value: int, least: int, most: int) -> int:
     return size
 
 
+def ceil_div(count: int, size: int) -> int:
+    """Parts of `size` that hold `count`. triton.cdiv takes ten times as long on the host."""
+    return -(-count // size)
+
+
 @triton.jit
 def pdl_wait(PDL: tl.constexpr):
     """Until here a kernel may run beside the one before it; from here on its writes are seen."""

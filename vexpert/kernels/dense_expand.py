@@ -18,6 +18,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import (
+    ceil_div,
     check_matrix,
     dot_precision,
     pdl_options,
@@ -222,12 +223,12 @@ def dense_expand(
     if tile.steps > 1 and not order.is_identity:
         options.pop("GROUP")
         blocks = column_blocks(factors.sizes, tile.block_n * tile.steps)
-        _expand_wide_kernel[(blocks, triton.cdiv(rows, tile.block_m))](
+        _expand_wide_kernel[(blocks, ceil_div(rows, tile.block_m))](
             h, order.row, order.slot, order.run_end, order.counts, *rest, STEPS=tile.steps,
             STAGES=tile.num_stages, **options,
         )  # fmt: skip
         return
-    _expand_kernel[(blocks, triton.cdiv(rows, tile.block_m))](
+    _expand_kernel[(blocks, ceil_div(rows, tile.block_m))](
         h, order.row, order.run, order.row_run, order.run_slot, order.counts, *rest,
         IDENTITY=order.is_identity, ONE_TILE=rows <= tile.block_m, **options,
     )  # fmt: skip

@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import (
+    ceil_div,
     check_matrix,
     dot_precision,
     pdl_options,
@@ -149,7 +150,7 @@ def dense_linear(
         )  # fmt: skip
         options = lora_options(factors, lora.h.shape[0], tile)
     even = depth % tile.block_k == 0 and all(size % tile.block_n == 0 for size in sizes)
-    _linear_kernel[(triton.cdiv(rows, tile.block_m), column_blocks(sizes, tile.block_n))](
+    _linear_kernel[(ceil_div(rows, tile.block_m), column_blocks(sizes, tile.block_n))](
         x, weight, x if bias is None else bias, y, *given, rows,
         0 if lora is None else lora.factors.num_slots, depth,
         0 if lora is None else lora.factors.site_step, x.stride(0), *weight.stride(),

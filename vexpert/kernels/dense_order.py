@@ -20,7 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import power_of_two
+from vexpert.kernels.common import ceil_div, power_of_two
 
 MAX_SLOTS = 4094  # bins of the histogram, less two
 BEHIND = 64  # a tile reads so many runs at most beyond its last
@@ -120,7 +120,7 @@ def order_rows(slots: torch.Tensor, num_slots: int) -> RowOrder:
     run_slot = torch.empty(bins + BEHIND, dtype=torch.int32, device=device)
     counts = torch.empty(2, dtype=torch.int32, device=device)
     block = power_of_two(rows, 16, 32)
-    _order_kernel[(triton.cdiv(rows, block),)](
+    _order_kernel[(ceil_div(rows, block),)](
         slots, *at, run_slot, counts, rows, num_slots,
         ROWS=block, CHUNK=power_of_two(rows, 16, 128), WIDE=power_of_two(rows, 16, 1024),
         BINS=bins, BEHIND=BEHIND,

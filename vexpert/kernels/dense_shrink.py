@@ -19,7 +19,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import check_matrix, dot_precision, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.common import (
+    ceil_div,
+    check_matrix,
+    dot_precision,
+    pdl_options,
+    pdl_release,
+    pdl_wait,
+)
 from vexpert.kernels.dense_order import RowOrder
 from vexpert.kernels.dense_tiles import DenseFactors, prefetch_rows
 
@@ -161,14 +168,14 @@ def _pieces(shape: DenseShrink, part: int, depth: int, factors: DenseFactors, pd
 
 def _part(depth: int, shape: DenseShrink) -> int:
     """Depth of one plane's part."""
-    blocks: int = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k)
+    blocks: int = ceil_div(ceil_div(depth, shape.planes), shape.block_k)
     return blocks * shape.block_k
 
 
 def room_for_h(x: torch.Tensor, factors: DenseFactors, shape: DenseShrink) -> torch.Tensor:
     """Memory for h of x [R, K]."""
     rows, depth = x.shape
-    planes = triton.cdiv(depth, _part(depth, shape))
+    planes = ceil_div(depth, _part(depth, shape))
     columns = len(factors.sizes) * factors.width
     return torch.empty(planes, rows, columns, dtype=torch.float32, device=x.device)
 
@@ -190,8 +197,8 @@ def dense_shrink(
     pdl = pdl and order.is_settled()
     h = room_for_h(x, factors, shape) if h is None else h
     planes, _, columns = h.shape
-    programs = rows if shape.by_run else triton.cdiv(rows, shape.block_m)
-    _shrink_kernel[(programs, triton.cdiv(columns, shape.cols), planes)](
+    programs = rows if shape.by_run else ceil_div(rows, shape.block_m)
+    _shrink_kernel[(programs, ceil_div(columns, shape.cols), planes)](
         x, order.row, order.slot, order.run_start, order.run_end, factors.arena, factors.table, h,
         rows, factors.num_slots, depth, x.stride(0), factors.site_step,
         IDENTITY=order.is_identity, RUNS=shape.by_run, SITES=sites, WIDTH=factors.width,

@@ -14,7 +14,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import power_of_two
+from vexpert.kernels.common import ceil_div, power_of_two
 
 MOST_STACKED = 16384  # elements of stacked factors that one dot takes
 
@@ -221,14 +221,14 @@ def lora_options(factors: DenseFactors, planes: int, tile: DenseTile) -> dict[st
         "WIDTH": factors.width,
         "GROUP": max(1, min(tile.group, MOST_STACKED // tile.block_n // block_r)),
         "BLOCK_R": block_r,
-        "RANK_STEPS": triton.cdiv(factors.width, block_r),
+        "RANK_STEPS": ceil_div(factors.width, block_r),
         "ALIGNMENT": factors.alignment_of(gcd(*factors.sizes)),
     }
 
 
 def column_blocks(sizes: tuple[int, ...], block_n: int) -> int:
     """Blocks of columns, none of which has two sites'."""
-    return sum(triton.cdiv(size, block_n) for size in sizes)
+    return sum(ceil_div(size, block_n) for size in sizes)
 
 
 def column_alignment(sizes: tuple[int, ...], block_n: int) -> int:

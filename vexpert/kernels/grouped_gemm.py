@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.blocks import Blocks
-from vexpert.kernels.common import check_matrix, dot_precision, power_of_two
+from vexpert.kernels.common import ceil_div, check_matrix, dot_precision, power_of_two
 
 
 @triton.jit
@@ -95,7 +95,7 @@ def grouped_gemm(
     if rows == 0:
         return y
     block_n = power_of_two(width, 16, 64 if blocks.block_m == 16 else 128)
-    _gemm_kernel[(triton.cdiv(width, block_n), blocks.max_blocks)](
+    _gemm_kernel[(ceil_div(width, block_n), blocks.max_blocks)](
         x,
         x if x_rows is None else x_rows,
         weight,

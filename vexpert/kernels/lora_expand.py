@@ -20,7 +20,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.blocks import Blocks
-from vexpert.kernels.common import check_matrix, dot_precision, power_of_two
+from vexpert.kernels.common import ceil_div, check_matrix, dot_precision, power_of_two
 
 
 @triton.jit
@@ -131,7 +131,7 @@ def lora_expand(
     if rows == 0:
         return
     block_n = power_of_two(run.size, 16, 128)
-    _expand_kernel[(blocks.max_blocks, triton.cdiv(run.size, block_n), run.count)](
+    _expand_kernel[(blocks.max_blocks, ceil_div(run.size, block_n), run.count)](
         h,
         arena,
         *table,

@@ -19,7 +19,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.blocks import Blocks
-from vexpert.kernels.common import check_matrix, dot_precision, power_of_two
+from vexpert.kernels.common import ceil_div, check_matrix, dot_precision, power_of_two
 
 
 @triton.jit
@@ -122,10 +122,10 @@ def lora_shrink(
     splits = choose_splits(blocks.max_blocks, depth)
     block_r = power_of_two(max_rank, 16, 64)
     block_k = power_of_two(depth, 16, 128 if x.dtype != torch.float32 else 64)
-    split_depth = triton.cdiv(triton.cdiv(depth, splits), block_k) * block_k
+    split_depth = ceil_div(ceil_div(depth, splits), block_k) * block_k
     # zeros: the sum below also adds places that no program writes, and what lies there may overflow
     partial = h if splits == 1 else h.new_zeros(splits, rows, max_rank)
-    _shrink_kernel[(blocks.max_blocks, triton.cdiv(max_rank, block_r), splits)](
+    _shrink_kernel[(blocks.max_blocks, ceil_div(max_rank, block_r), splits)](
         x,
         x if x_rows is None else x_rows,
         arena,
@@ -151,7 +151,7 @@ def lora_shrink(
     )
     if splits > 1:
         size = h.numel()
-        _sum_splits_kernel[(triton.cdiv(size, 1024),)](partial, h, size, SPLITS=splits, BLOCK=1024)
+        _sum_splits_kernel[(ceil_div(size, 1024),)](partial, h, size, SPLITS=splits, BLOCK=1024)
     return h
 
 

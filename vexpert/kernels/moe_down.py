@@ -17,7 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.moe_gate_up import (
     Expand,
     TileShape,
@@ -307,7 +307,7 @@ def moe_down(
         rows = [
             TensorDescriptor.from_tensor(inter, [m, shape.block_k]) for m in (order.block_m, tail_m)
         ]
-    _down_kernel[(tiles * triton.cdiv(size, shape.block_n),)](
+    _down_kernel[(tiles * ceil_div(size, shape.block_n),)](
         inter,
         *rows,
         weight,

@@ -21,7 +21,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.activate import activate
 from vexpert.kernels.activations import Activation
-from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.moe_factors import SiteFactors
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import TileRuns
@@ -117,7 +117,7 @@ def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
         "PREFETCH": lora.prefetch and one_step,
         "EARLY": lora.early and one_step,
         "BLOCK_R": block_r,
-        "RANK_STEPS": triton.cdiv(factors.slice_max_rank, block_r),
+        "RANK_STEPS": ceil_div(factors.slice_max_rank, block_r),
         "SLICE_WIDTH": factors.slice_width,
         "ALIGNMENT": factors.alignment_of(size),
     }
@@ -467,7 +467,7 @@ def moe_gate_up(
     inter = torch.empty(pairs, size, dtype=hidden.dtype, device=hidden.device)
     tiles = pairs if order.is_identity else order.max_tiles
     none = hidden
-    _gate_up_kernel[(tiles * triton.cdiv(size, shape.block_n),)](
+    _gate_up_kernel[(tiles * ceil_div(size, shape.block_n),)](
         hidden,
         weight,
         weight_rows(weight, shape) if shape.tma else weight,

@@ -24,7 +24,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_factors import (
     PairFactors,
     factor_arguments,
@@ -271,7 +271,7 @@ def order_pairs(
     num_tiles, num_pieces = torch.empty(2, 1, dtype=torch.int32, device=topk_ids.device)
     scale = None if topk_weights is None else torch.empty_like(topk_weights).view(-1)
     rows = 16 if pairs <= 1024 else 32
-    _order_kernel[(triton.cdiv(pairs, rows),)](
+    _order_kernel[(ceil_div(pairs, rows),)](
         topk_ids,
         topk_ids if factors is None else factors.slots,
         *weight_arguments(topk_weights, scale, topk_ids),

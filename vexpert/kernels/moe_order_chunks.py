@@ -17,7 +17,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_factors import PairFactors
 from vexpert.kernels.moe_order import PairOrder, keys_of, make_order, weight_arguments
 
@@ -135,7 +135,7 @@ def order_many_pairs(
     assert topk_ids.is_contiguous(), topk_ids.stride()
     tokens, top_k = topk_ids.shape
     pairs, device = tokens * top_k, topk_ids.device
-    chunks, bins = triton.cdiv(pairs, chunk), power_of_two(num_experts + 2, 16, 4096)
+    chunks, bins = ceil_div(pairs, chunk), power_of_two(num_experts + 2, 16, 4096)
     max_tiles = min(pairs, pairs // block_m + min(pairs, num_experts))
     count = torch.empty(chunks, bins, dtype=torch.int32, device=device)
     pair, expert, slot = torch.empty(3, pairs, dtype=torch.int32, device=device)
@@ -147,7 +147,7 @@ def order_many_pairs(
     slots = token_at = topk_ids
     if factors is not None:
         slots, token_at = factors.slots, torch.empty(tokens, dtype=torch.int32, device=device)
-        _rank_kernel[(triton.cdiv(tokens, 8),)](
+        _rank_kernel[(ceil_div(tokens, 8),)](
             slots, token_at, tokens, ROWS=8, CHUNK=power_of_two(tokens, 16, 1024), num_warps=8,
             **options,
         )  # fmt: skip

@@ -18,7 +18,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import (
+    ceil_div,
+    dot_precision,
+    pdl_options,
+    pdl_release,
+    pdl_wait,
+    power_of_two,
+)
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import TileRuns
 
@@ -153,8 +160,8 @@ def _shrink_pieces_kernel(
 
 def _parts(depth: int, shape: ShrinkShape) -> tuple[int, int]:
     """(depth of a plane, planes)."""
-    part = triton.cdiv(triton.cdiv(depth, shape.planes), shape.block_k) * shape.block_k
-    return part, triton.cdiv(depth, part)
+    part = ceil_div(ceil_div(depth, shape.planes), shape.block_k) * shape.block_k
+    return part, ceil_div(depth, part)
 
 
 def moe_shrink(

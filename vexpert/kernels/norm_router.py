@@ -22,7 +22,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import (
+    ceil_div,
+    check_matrix,
+    pdl_options,
+    pdl_release,
+    pdl_wait,
+    power_of_two,
+)
 from vexpert.kernels.norms import MAX_WIDTH, Norm
 from vexpert.kernels.rms_norm import add_residual, scale_rows
 from vexpert.kernels.router_topk import Choice, choice_options, choose_experts
@@ -173,7 +180,7 @@ def norm_router(
     weights = torch.empty(tokens, choice.top_k, dtype=router.dtype, device=device)
     block = power_of_two(width, 16, MAX_WIDTH)
     experts = power_of_two(num_experts, 1, max(1, TILE // block))
-    splits = triton.cdiv(num_experts, experts)
+    splits = ceil_div(num_experts, experts)
     _norm_router_kernel[(tokens * splits,)](
         x,
         residual,

@@ -26,7 +26,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import (
+    ceil_div,
+    dot_precision,
+    pdl_options,
+    pdl_release,
+    pdl_wait,
+    power_of_two,
+)
 from vexpert.kernels.paged_tiles import (
     INDEX_ARRAYS,
     LOG2E,
@@ -214,7 +221,7 @@ def paged_decode(
     """Write the row of `out` [T, Hq, dv] of every sequence that has one query row."""
     sizes = PagedShape.of(query, keys, values)
     block_h = power_of_two(sizes.group, 16, 64)
-    programs = sizes.kv_heads * triton.cdiv(sizes.group, block_h)
+    programs = sizes.kv_heads * ceil_div(sizes.group, block_h)
     most_keys = how.most_keys(batch.max_kv_len)
     splits = count_splits(shape, programs * batch.num_sequences, most_keys)
     block_dv = power_of_two(sizes.value_width, 16, 1024)

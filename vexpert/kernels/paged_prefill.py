@@ -22,7 +22,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import dot_precision, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import (
+    ceil_div,
+    dot_precision,
+    pdl_options,
+    pdl_release,
+    pdl_wait,
+    power_of_two,
+)
 from vexpert.kernels.paged_tiles import (
     INDEX_ARRAYS,
     LOG2E,
@@ -166,7 +173,7 @@ def paged_prefill(
     sizes = PagedShape.of(query, keys, values)
     heads = min(sizes.group, shape.block_m)
     tiles = query.shape[0] // (shape.block_m // heads) + batch.num_sequences
-    _prefill_kernel[(sizes.kv_heads * triton.cdiv(sizes.group, heads), tiles)](
+    _prefill_kernel[(sizes.kv_heads * ceil_div(sizes.group, heads), tiles)](
         query,
         keys,
         values,

@@ -14,7 +14,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import (
+    ceil_div,
+    check_matrix,
+    pdl_options,
+    pdl_release,
+    pdl_wait,
+    power_of_two,
+)
 from vexpert.kernels.norms import MAX_WIDTH, Norm
 
 
@@ -95,7 +102,7 @@ def _launch(
     block = power_of_two(width, 16, MAX_WIDTH)
     # Narrow rows, such as heads, share a program: 1024 elements keep a warp busy.
     together = max(1, min(power_of_two(rows, 1, 64), 1024 // block))
-    _rms_norm_kernel[(triton.cdiv(rows, together),)](
+    _rms_norm_kernel[(ceil_div(rows, together),)](
         x,
         x if residual is None else residual,
         x if norm.weight is None else norm.weight,

@@ -22,7 +22,14 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import (
+    ceil_div,
+    check_matrix,
+    pdl_options,
+    pdl_release,
+    pdl_wait,
+    power_of_two,
+)
 from vexpert.kernels.norms import Norm, reference_rms_norm
 from vexpert.kernels.rms_norm import scale_rows
 
@@ -252,7 +259,7 @@ def rope_write(
     if tokens == 0:
         return q_out
     q_block, kv_block, norm = _head_blocks(heads, tokens)
-    programs = triton.cdiv(heads.num_q, q_block) + 2 * triton.cdiv(heads.num_kv, kv_block)
+    programs = ceil_div(heads.num_q, q_block) + 2 * ceil_div(heads.num_kv, kv_block)
     _rope_write_kernel[(tokens * programs,)](
         q,
         k,

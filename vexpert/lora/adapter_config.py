@@ -9,13 +9,15 @@ from typing import Any
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.json_files import read_json
-from vexpert.lora.patterns import ORDER, Patterns
+from vexpert.lora.pattern_tables import ORDER, PatternFields
+from vexpert.lora.patterns import Patterns
 from vexpert.lora.variants import VARIANTS, check_variant
-from vexpert.lora.versions import peft_version
+from vexpert.lora.versions import peft_version, possible_pattern_rules
 
 CONFIG_NAME = "adapter_config.json"
 LAYOUTS = ("rank_major", "grouped_by_expert")
 INPUT_EMBEDDING = ""  # in token_indices: the model's own, whatever its name
+MOST_PATTERNS, MOST_LETTERS = 20, 200  # in layers_pattern
 DEFAULT_ALPHA = 8.0  # PEFT's, for a config without lora_alpha
 
 # What wraps a model while it trains; such a name says nothing of the model's own class.
@@ -102,9 +104,10 @@ class AdapterConfig:
     @cached_property
     def patterns(self) -> Patterns:
         """rank_pattern and alpha_pattern, compiled."""
-        return Patterns(
+        fields = PatternFields(
             self.rank_pattern, self.alpha_pattern, self.r, self.alpha, self.is_pattern_ordered
         )
+        return Patterns(fields, possible_pattern_rules(self.version, self.fields))
 
     def scale(self, name: str, rank: int, notes: list[str]) -> float:
         """LoRA's factor for `name`: alpha after alpha_pattern over `rank`, the rank in the file.
@@ -149,7 +152,7 @@ def parse_config(raw: dict[str, Any], nemo_version: str | None = None) -> Adapte
         target_modules=_names_or_pattern(raw, "target_modules"),
         exclude_modules=_names_or_pattern(raw, "exclude_modules"),
         layers_to_transform=_layers(raw.get("layers_to_transform")),
-        layers_pattern=_one_or_more(_names_or_pattern(raw, "layers_pattern")),
+        layers_pattern=_layers_pattern(raw),
         base_model=_text(raw.get("base_model_name_or_path")),
         is_pattern_ordered=_is_ordered(raw.get(ORDER)),
         target_parameters=_names(raw, "target_parameters"),
@@ -255,8 +258,17 @@ def _names_or_pattern(raw: dict[str, Any], name: str) -> tuple[str, ...] | str:
     return value if isinstance(value, str) else _names(raw, name)
 
 
-def _one_or_more(value: tuple[str, ...] | str) -> tuple[str, ...]:
-    return value if isinstance(value, tuple) else (value,) if value else ()
+def _layers_pattern(raw: dict[str, Any]) -> tuple[str, ...]:
+    """Each is tried on every module of the model, so they are few and short."""
+    value = _names_or_pattern(raw, "layers_pattern")
+    found = value if isinstance(value, tuple) else (value,) if value else ()
+    if len(found) > MOST_PATTERNS or any(len(item) > MOST_LETTERS for item in found):
+        raise _bad(
+            "layers_pattern",
+            value,
+            f"at most {MOST_PATTERNS} names of at most {MOST_LETTERS} characters",
+        )
+    return found
 
 
 def _layers(value: Any) -> tuple[int, ...]:

@@ -1,5 +1,7 @@
 """Kinds of things an adapter may hold beyond pairs of factors."""
 
+from collections.abc import Iterable
+
 from vexpert.errors import AdapterError
 
 EXTRAS = {
@@ -18,14 +20,20 @@ EXTRAS = {
 NOTHING: frozenset[str] = frozenset()
 
 
-def require_supported(used: frozenset[str], supported: frozenset[str], examples: list[str]) -> None:
-    """AdapterError when an extra is used that the caller cannot apply. `examples`: where it is."""
+def require_supported(
+    used: frozenset[str], supported: frozenset[str], examples: Iterable[tuple[str, str]]
+) -> None:
+    """AdapterError when an extra is used that the caller cannot apply.
+
+    `examples`: (extra, where it is), of all extras.
+    """
     assert supported <= EXTRAS.keys()
     missing = sorted(used - supported)
     if missing:
         meaning = "; ".join(EXTRAS[name] for name in missing)
+        where = dict.fromkeys(place for extra, place in examples if extra in missing)
         raise AdapterError(
             f"the adapter needs {meaning}, which cannot be applied here (first: "
-            f"{', '.join(examples[:3])}); merge the adapter into the base model, or train it "
+            f"{', '.join(list(where)[:3])}); merge the adapter into the base model, or train it "
             "without"
         )

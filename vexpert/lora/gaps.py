@@ -4,7 +4,7 @@ from collections.abc import Iterable, Mapping
 from typing import NamedTuple
 
 from vexpert.lora.key_lists import HOLE, Numbers, fill, split_numbers
-from vexpert.lora.names import Place, tail
+from vexpert.lora.names import Place, names_of, tail
 from vexpert.lora.selection import Selection
 from vexpert.lora.types import ExpertsFactors, ExpertsTarget, Factors, TargetMap
 
@@ -45,6 +45,7 @@ class Gaps:
     def __init__(self, targets: TargetMap, factors: Mapping[str, Place], modules: Modules) -> None:
         """`factors`: place of each module of the file that has factors; `modules`: as read."""
         self._targets = targets.targets
+        self._model_type = targets.model_type
         self._modules = modules
         self._names = factors.keys()
         self._paths: dict[str, dict[Numbers, str]] = {}  # by general path
@@ -53,6 +54,10 @@ class Gaps:
             self._paths.setdefault(general, {})[numbers] = path
         self._groups = _groups(factors)
         self._prefixes = _prefixes(factors)
+        self._is_older = any(
+            tail(name) in map(tail, names_of(place.path, targets.model_type)[1:])
+            for name, place in factors.items()
+        )
 
     def modules(self, selection: Selection) -> list[Gap]:
         """Gaps that target_modules does not explain."""
@@ -137,15 +142,22 @@ class Gaps:
             ):
                 continue
             for path in members.values():
-                name = self._trainers(path)
+                name, *others = self._names_of(path)
                 by = selection.chosen(name)
-                if by is not None:
+                if by is not None and all(selection.chosen(n) is not None for n in others):
                     # Another stack, such as a vision tower: the trainer's model may lack it.
                     is_sure = _stack(general) in stacks or not self._is_used(by)
                     yield Gap("target_modules", by, name, path, is_sure)
 
     def _is_used(self, by: str) -> bool:
         return any(name == by or name.endswith(f".{by}") for name in self._names)
+
+    def _names_of(self, path: str) -> list[str]:
+        """What the trainer's model may call a module of ours; first, what the file suggests."""
+        names = [self._trainers(name) for name in names_of(path, self._model_type)]
+        if self._is_older and len(names) > 1:
+            names.reverse()
+        return names
 
     def _trainers(self, path: str) -> str:
         """The name that the trainer's model has for a module of ours, as far as prefixes go."""

@@ -1,5 +1,6 @@
 """What may be meant by keys that have no place in the model: one hint for each group of them."""
 
+import re
 from collections.abc import Iterable
 from difflib import get_close_matches
 
@@ -12,7 +13,9 @@ from vexpert.lora.types import ExpertsTarget, TargetMap
 
 _NONE = torch.empty(0)  # keys are looked at without their tensors
 _OTHER_NAMES = {".lora_down.": ".lora_A.", ".lora_up.": ".lora_B."}  # of other trainers
-_OTHER_PARTS = ("vis", "image", "audio", "tower", "mtp")  # of a model, and no wrapper
+# Words in names of parts of a model that are no wrapper of the text model.
+_OTHER_PARTS = ("vis", "image", "audio", "tower", "modal", "projector", "mtp")
+OTHER_PART = "of a part beside the text model, which alone is served"
 
 
 class Hints:
@@ -28,7 +31,15 @@ class Hints:
 
     def hint(self, key: str) -> str:
         """What to say behind `key`, "" or with "; " in front."""
-        found = self._renamed(key) or self._number(key) or self._prefix(key) or self._near(key)
+        hints = (
+            self._renamed,
+            self._one_expert,
+            self._number,
+            self._prefix,
+            self._other,
+            self._near,
+        )
+        found = next((text for hint in hints if (text := hint(key))), "")
         return found and f"; {found}"
 
     def _is_known(self, key: str) -> bool:
@@ -41,10 +52,22 @@ class Hints:
                 return f"PEFT's name of {old.strip('.')} is {new.strip('.')}: rename these keys"
         return ""
 
+    def _one_expert(self, key: str) -> str:
+        piece = parse_key(key, _NONE)
+        place = None if piece is None else self._names.find(piece.module)
+        if piece is None or piece.part != "param" or place is None or place.expert is None:
+            return ""
+        return (
+            "a full weight of one expert (modules_to_save) cannot be applied for one adapter "
+            "alone: merge it into the base model"
+        )
+
     def _number(self, key: str) -> str:
         """Where another layer, or another expert, has such a module."""
         general, numbers = split_numbers(key)
-        for at in range(len(numbers)):
+        for at, number in enumerate(numbers):
+            if number in self._layers if at == 0 else number < self._experts:
+                continue  # it is not the number that is wrong
             for other in self._layers if at == 0 else range(min(1, self._experts)):
                 if self._is_known(fill(general, (*numbers[:at], other, *numbers[at + 1 :]))):
                     if at:
@@ -62,13 +85,27 @@ class Hints:
                 wrapper = prefix.removeprefix(PREFIX)
                 if any(part in wrapper for part in _OTHER_PARTS):
                     return ""
+                if key.count(PREFIX) > 1:
+                    return (
+                        "PEFT wrapped a model that it had wrapped before: take one "
+                        f"{PREFIX!r} out of the keys"
+                    )
                 return f"without {wrapper!r} in front the model has it: take that out of the keys"
         return ""
+
+    def _other(self, key: str) -> str:
+        return OTHER_PART if is_other_part(key) else ""
 
     def _near(self, key: str) -> str:
         module = _readable(split_numbers(key)[0]).removeprefix(PREFIX).partition(".lora_")[0]
         near = get_close_matches(module, self._general, 1, 0.5)
         return f"nearest module of the model: {near[0]}" if near else ""
+
+
+def is_other_part(key: str) -> bool:
+    """Whether `key` is of a model's vision tower or the like, which is not served."""
+    module = key.removeprefix(PREFIX).partition(".layers.")[0].partition(".lora_")[0]
+    return any(word.startswith(_OTHER_PARTS) for word in re.split(r"[._]", module))
 
 
 def _layers(numbers: Iterable[int]) -> str:

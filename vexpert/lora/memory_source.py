@@ -10,7 +10,7 @@ import torch
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.files import Tensors, check_tensors
-from vexpert.lora.patterns import ORDER
+from vexpert.lora.pattern_tables import ORDER
 
 
 @dataclass(frozen=True)

@@ -29,6 +29,7 @@ _RENAMES: dict[str, tuple[tuple[str, str], ...]] = {
     "granitemoeshared": _GRANITE,
     "granitemoehybrid": _GRANITE,
     "hunyuan_v1_moe": ((".gate.wg.", ".gate."),),
+    "ernie4_5_moe": ((".mlp.moe_statics.", ".mlp.gate.moe_statics."),),
 }
 # Tinker's own names, for every model.
 _TINKER = ((".attn.", ".self_attn."), (".unembed_tokens.", ".lm_head."))
@@ -156,6 +157,14 @@ def _split(rest: str) -> tuple[str, int | None]:
 
 def _is_index(word: str) -> bool:
     return word.isascii() and word.isdigit() and len(word) < 7
+
+
+def names_of(path: str, model_type: str) -> tuple[str, ...]:
+    """`path`, and what transformers 4 called that module, if otherwise."""
+    older = f".{path}."
+    for old, new in reversed(_RENAMES.get(model_type, ())):
+        older = older.replace(new, old)
+    return tuple(dict.fromkeys((path, older[1:-1])))
 
 
 def tail(path: str) -> str:

@@ -6,7 +6,7 @@ from typing import TypeVar
 from vexpert.errors import AdapterError
 from vexpert.lora.files import Tensors
 from vexpert.lora.formats.full import parameter_shape
-from vexpert.lora.hints import Hints
+from vexpert.lora.hints import Hints, is_other_part
 from vexpert.lora.key_lists import (
     MOST_LINES,
     counted,
@@ -111,9 +111,17 @@ def _lost_message(lost: list[str], names: Names, targets: TargetMap) -> str:
     verb = "has" if len(lost) == 1 else "have"
     return (
         f"{counted(len(lost), 'key')} of the adapter {verb} no place in {targets.architecture}:\n"
-        f"{limited(lines)}"
-        "\nThe adapter was made for another base model, or in a format that is not known."
+        f"{limited(lines)}\n{_reason(lost)}"
     )
+
+
+def _reason(lost: list[str]) -> str:
+    if all(map(is_other_part, lost)):
+        return (
+            "The adapter changes parts of its model that are not served: train with them in "
+            "exclude_modules, or remove these tensors if requests have text alone."
+        )
+    return "The adapter was made for another base model, or in a format that is not known."
 
 
 def _fixed_message(fixed: list[str], targets: TargetMap) -> str:

@@ -15,7 +15,7 @@ from vexpert.lora.formats.full import is_router
 from vexpert.lora.gaps import Gap, Gaps
 from vexpert.lora.key_lists import counted, grouped, key_lines, spans
 from vexpert.lora.keys import PREFIX
-from vexpert.lora.names import Place, layer_of
+from vexpert.lora.names import Place, layer_of, names_of
 from vexpert.lora.selection import Selection
 from vexpert.lora.types import EmbeddingTarget, ExpertsFactors, Factors, LinearTarget, TargetMap
 from vexpert.lora.versions import is_pefts_own
@@ -59,11 +59,14 @@ def _incomplete(field: str, name: str, missing: Iterable[str] = ()) -> AdapterEr
 
 def _check_full(config: AdapterConfig, targets: TargetMap, found: Found) -> None:
     known = {name.rpartition(".")[0] for name in targets.parameters} | targets.targets.keys()
+    names = {  # modules_to_save may have thousands of names
+        path: [f".{name}." for name in names_of(path, targets.model_type)]
+        for path in sorted(known - found.full_modules)
+    }
     for name in config.modules_to_save:
+        wanted = f".{name}."
         missing = [
-            path
-            for path in sorted(known)
-            if f".{name}." in f".{path}." and path not in found.full_modules
+            path for path, called in names.items() if all(wanted in other for other in called)
         ]
         if missing:
             raise _incomplete("modules_to_save", name, missing)
@@ -71,8 +74,19 @@ def _check_full(config: AdapterConfig, targets: TargetMap, found: Found) -> None
 
 def _check_tokens(config: AdapterConfig, targets: TargetMap, found: Found) -> None:
     for name in config.token_indices:
-        if ends(targets.targets, name) and not ends(found.tokens, name):
+        if not ends(targets.targets, name) or ends(found.tokens, name):
+            continue
+        if not _is_shared(name, config, targets, found):
             raise _incomplete("trainable_token_indices", name)
+
+
+def _is_shared(name: str, config: AdapterConfig, targets: TargetMap, found: Found) -> bool:
+    """Whether PEFT saves the rows of `name` with those of the embedding that it is tied to."""
+    indices = config.token_indices[name]
+    return ends(targets.tied, name) and any(
+        same == indices and other != name and ends(found.tokens, other)
+        for other, same in config.token_indices.items()
+    )
 
 
 def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> None:
@@ -88,6 +102,15 @@ def _check_biases(config: AdapterConfig, targets: TargetMap, found: Found) -> No
         and (config.bias == "all" or (path in found.modules and not is_router(path, targets)))
     ]
     if missing:
+        if config.bias == "lora_only":
+            raise AdapterError(
+                f"adapter_config.json: bias={config.bias!r}, but "
+                f"{counted(len(missing), 'bias', 'biases')} not in the file:\n"
+                f"{key_lines(missing, 'bias', 'biases')}\n"
+                'PEFT trains the biases of modules with factors under "lora_only", but does not '
+                'save them, so they are lost: train with bias="all", or say "bias": "none" to use '
+                "the adapter without them"
+            )
         raise AdapterError(
             f"adapter_config.json: bias={config.bias!r}, but "
             f"{counted(len(missing), 'bias', 'biases')} not in the file:\n"

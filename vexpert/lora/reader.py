@@ -35,6 +35,7 @@ from vexpert.lora.types import (
     ExpertsMagnitude,
     ExpertsTarget,
     Factors,
+    LinearTarget,
     TargetMap,
     TokenRows,
 )
@@ -114,7 +115,7 @@ def _read(
     context.examples += full.examples
     _check_once(reading, full)
     found = Found(reading.modules, set(reading.tokens), full.names, placed.factors)
-    _check_tying(context.config, found)
+    _check_tying(context.config, targets, found)
     context.warnings += check_promises(context.config, targets, found)
     return AdapterWeights(
         modules=reading.modules,
@@ -133,6 +134,7 @@ class _Reading:
 
     def __init__(self, targets: TargetMap, context: Context) -> None:
         self.targets = targets.targets
+        self.parameters = targets.parameters.keys()
         self.context = context
         self.modules: dict[str, Factors | ExpertsFactors] = {}
         self.magnitude: dict[str, torch.Tensor] = {}
@@ -173,6 +175,11 @@ class _Reading:
         assert not isinstance(target, ExpertsTarget)
         self.tokens[path] = read_tokens(target, piece, self.context.config)
         self._extra("tokens", piece)
+        if isinstance(target, LinearTarget) and f"{path}.bias" in self.parameters:
+            self.context.warnings.append(
+                f"{path} has a bias and trained token rows: the bias is added here; PEFT leaves it "
+                "out of the logits while such an adapter is active"
+            )
 
     def _experts(self, target: ExpertsTarget, slots: Slots) -> None:
         factors, magnitudes = per_expert.read_experts(target, slots, self.context)
@@ -180,11 +187,11 @@ class _Reading:
         if magnitudes:
             self.expert_magnitude[target.path] = ExpertsMagnitude(**magnitudes)
             self.extras.add("expert_dora")
-            self.context.examples.append(f"{target.path}: lora_magnitude_vector")
+            self.context.examples.append(("expert_dora", f"{target.path}: lora_magnitude_vector"))
 
     def _extra(self, kind: str, piece: Piece) -> None:
         self.extras.add(kind)
-        self.context.examples.append(piece.key)
+        self.context.examples.append((kind, piece.key))
 
 
 def _layout(config: AdapterConfig, option: str | None) -> str | None:
@@ -268,12 +275,14 @@ def _check_once(reading: _Reading, full: FullParameters) -> None:
         raise AdapterError("the file holds no factors: nothing would be applied")
 
 
-def _check_tying(config: AdapterConfig, found: Found) -> None:
-    adapted = {*found.modules, *found.tokens, *found.full_modules}
-    if config.ensure_weight_tying and (ends(adapted, "embed_tokens") or ends(adapted, "lm_head")):
+def _check_tying(config: AdapterConfig, targets: TargetMap, found: Found) -> None:
+    """Trained rows are shared by tied modules anyway, and without any there is nothing to share."""
+    adapted = {*found.modules, *found.full_modules}
+    shared = [path for path in (targets.input_embedding, *targets.tied) if ends(adapted, path)]
+    if config.ensure_weight_tying and targets.tied and shared:
         raise AdapterError(
-            "ensure_weight_tying=true with an adapted embedding or lm_head is not supported; merge "
-            "the adapter into the base model"
+            f"ensure_weight_tying=true with an adapted {shared[0]}, whose weight is tied, is not "
+            "supported; merge the adapter into the base model"
         )
 
 

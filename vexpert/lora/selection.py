@@ -4,7 +4,7 @@ import re
 from collections.abc import Callable
 
 from vexpert.lora.adapter_config import AdapterConfig
-from vexpert.lora.patterns import Clock, Matcher
+from vexpert.lora.matchers import Clock, Matcher
 
 SECONDS = 1.0  # for target_modules and exclude_modules given as patterns
 EVERYTHING = "all-linear"  # PEFT replaces it by names before it saves; other writers do not

@@ -64,6 +64,7 @@ class TargetMap:
     # biases in a file are held to. Empty: only the weights of targets are known.
     parameters: dict[str, tuple[int, ...]] = field(default_factory=dict)
     input_embedding: str = "embed_tokens"  # path of what turns token ids into the first states
+    tied: frozenset[str] = frozenset()  # paths whose weight is the input embedding's own
 
 
 @dataclass(frozen=True)

@@ -1,7 +1,7 @@
 """Which PEFT wrote a config, as far as the config shows it."""
 
 import re
-from collections.abc import Collection
+from collections.abc import Collection, Set
 
 Version = tuple[int, int, int]
 
@@ -48,3 +48,28 @@ def possible_eras(version: str | None, fields: Collection[str]) -> tuple[str, ..
 def is_pefts_own(fields: Collection[str]) -> bool:
     """Whether PEFT itself wrote a config with these fields; exporters write few of them."""
     return any(name in fields for _, names in FIELDS_SINCE for name in names)
+
+
+# How patterns are matched has changed twice (vexpert.lora.pattern_tables).
+PATTERNS_013, PATTERNS_014, PATTERNS_NOW = "up to 0.13", "0.14", "from 0.15"
+PATTERN_RULES = (PATTERNS_013, PATTERNS_014, PATTERNS_NOW)  # oldest first
+_SINCE_015 = ("corda_config", "trainable_token_indices", "target_parameters", "qalora_group_size")
+_SINCE_014 = ("eva_config", "exclude_modules", "lora_bias")
+# In all of PEFT's configs, though null as a rule: without them fields were left out, and that one
+# is missing shows nothing.
+_ALWAYS = frozenset({"auto_mapping", "layers_pattern", "megatron_config", "revision"})
+
+
+def possible_pattern_rules(version: str | None, fields: Set[str]) -> tuple[str, ...]:
+    """Those of PATTERN_RULES that the config allows: by peft_version, else by its fields."""
+    known = peft_version(version) if version is not None else None
+    if known is not None:
+        at = (known >= (0, 14, 0)) + (known >= (0, 15, 0))
+        return PATTERN_RULES[at : at + 1]
+    newer = (name for since, names in FIELDS_SINCE if since > (0, 17, 0) for name in names)
+    if any(name in fields for name in (*newer, *_SINCE_015)):
+        return (PATTERNS_NOW,)
+    is_older = not any(name in fields for name in _SINCE_014)
+    if fields >= _ALWAYS:
+        return (PATTERNS_013,) if is_older else (PATTERNS_014,)
+    return PATTERN_RULES if is_older else PATTERN_RULES[1:]

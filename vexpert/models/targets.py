@@ -59,6 +59,7 @@ def build_targets(
         tuple(sites.made),
         shapes,
         _input_embedding(model),
+        tied_modules(model),
     )
 
 
@@ -69,6 +70,18 @@ def _input_embedding(model: nn.Module) -> str:
     table = model.get_input_embeddings()
     paths: Iterator[str] = (path for path, module in model.named_modules() if module is table)
     return next(paths)
+
+
+def tied_modules(model: nn.Module) -> frozenset[str]:
+    """Paths of modules that share the input embedding's weight."""
+    if not isinstance(model, PreTrainedModel):
+        return frozenset()
+    table = model.get_input_embeddings()
+    return frozenset(
+        path
+        for path, module in model.named_modules()
+        if module is not table and getattr(module, "weight", None) is table.weight
+    )
 
 
 def _is_linear(path: str, module: nn.Module, probe: Probe) -> bool:

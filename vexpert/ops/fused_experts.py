@@ -5,7 +5,7 @@ import triton
 
 from vexpert.kernels.combine import combine
 from vexpert.kernels.combine_norm import combine_norm
-from vexpert.kernels.common import can_use_pdl
+from vexpert.kernels.common import can_use_pdl, ceil_div
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
 from vexpert.kernels.moe_gate_up import Expand, moe_gate_up
@@ -77,8 +77,8 @@ def site_factors(pair: tuple[LoraSite, SiteTable] | None, most_rank: int) -> Sit
     if pair is None:
         return None
     site, table = pair
-    width = triton.cdiv(max(most_rank, 1), 16) * 16
-    slice_width = min(width, triton.cdiv(site.max_rank // len(site.slices), 16) * 16)
+    width = ceil_div(max(most_rank, 1), 16) * 16
+    slice_width = min(width, ceil_div(site.max_rank // len(site.slices), 16) * 16)
     return SiteFactors(table.arena, table.packed, width, slice_width, table.alignment)
 
 

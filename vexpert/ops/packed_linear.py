@@ -12,10 +12,9 @@ from functools import cache
 from typing import Any
 
 import torch
-import triton
 from torch.nn import functional
 
-from vexpert.kernels.common import can_use_pdl
+from vexpert.kernels.common import can_use_pdl, ceil_div
 from vexpert.kernels.dense_expand import dense_expand
 from vexpert.kernels.dense_linear import DenseLora, dense_linear
 from vexpert.kernels.dense_order import MAX_SLOTS, RowOrder
@@ -122,7 +121,7 @@ def add_dense(
 def find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:
     """All sites as the kernels take them, if their tables are evenly spaced; else each alone."""
     first = lora.tables[0]
-    width = triton.cdiv(max(lora.most_rank, 1), 16) * 16
+    width = ceil_div(max(lora.most_rank, 1), 16) * 16
     places = [table.packed.data_ptr() // 8 for table in lora.tables]
     step = places[1] - places[0] if len(places) > 1 else 0
     one = DenseFactors(

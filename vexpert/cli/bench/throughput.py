@@ -188,18 +188,21 @@ def _measure(
     """All cells on one engine, which is gone afterwards."""
     from vexpert import LLM
     from vexpert.bench.engine.cells import CellTimer, time_cells
+    from vexpert.server.engine_boot import settle
 
     cells = list(dict.fromkeys(cells))
     llm: LLM | None = LLM(**dataclasses.asdict(config))
     assert llm is not None
     for module in modules:
         llm.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
+    settle()  # as `vexpert serve` does
     timer: CellTimer | None = CellTimer(llm, [module.name for module in modules], mix)
     assert timer is not None
     label = "with LoRA" if config.enable_lora else "base"
     with progress(label, (args.repeats + 1) * len(cells)) as done:
         found = time_cells(timer, cells, args.repeats, done)
     llm = timer = None
+    gc.unfreeze()
     _free_device_memory(config)
     return found
 

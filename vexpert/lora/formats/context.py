@@ -23,7 +23,7 @@ class Context:
     largest: float = math.inf  # magnitude in the whole file; Inf: not known
     warnings: list[str] = field(default_factory=list)
     formats: list[str] = field(default_factory=list)
-    examples: list[str] = field(default_factory=list)  # of what is there beyond factors
+    examples: list[tuple[str, str]] = field(default_factory=list)  # (extra, where it is)
     pairs: int = 0
     zero: list[str] = field(default_factory=list)  # names of pairs whose B is zero
     zero_a: list[str] = field(default_factory=list)  # names of pairs whose A is zero

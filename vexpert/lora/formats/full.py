@@ -27,7 +27,7 @@ class FullParameters:
 
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     extras: set[str] = field(default_factory=set)
-    examples: list[str] = field(default_factory=list)
+    examples: list[tuple[str, str]] = field(default_factory=list)  # (extra, key)
     names: set[str] = field(default_factory=set)  # all in the file, equal to the base's or not
 
 
@@ -54,8 +54,9 @@ def read_full(
         if _is_base(name, piece, base_weight, copies):
             continue
         result.values[name] = piece.tensor.clone()
-        result.extras |= _kinds(path, piece, targets)
-        result.examples.append(piece.key)
+        kinds = _kinds(path, piece, targets)
+        result.extras |= kinds
+        result.examples += [(kind, piece.key) for kind in kinds]
         context.note_format("full parameters")
     if copies:
         context.warnings.append(
