@@ -7,10 +7,9 @@ from pathlib import Path
 
 import pytest
 
-ROOT = Path(__file__).parent.parent
-sys.path.insert(0, str(ROOT / "scripts"))
+sys.path.insert(0, str(Path(__file__).parent.parent / "scripts"))
 
-from sizes import Sizes, measure, p95, report
+from sizes import ROOT, Sizes, measure, p95, report
 
 
 @pytest.fixture(scope="module")
