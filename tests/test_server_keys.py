@@ -69,7 +69,11 @@ def test_a_key_sees_its_models_alone(server: RunningServer) -> None:
     with server.client(api_key="base") as client:
         assert [entry.id for entry in client.models.list()] == [BASE, "sort"]
     headers = {"Authorization": "Bearer base"}
-    assert server.get("/v1/models/upper", headers=headers).status_code == 404
+    for path in ("/v1/models/upper", "/v1/adapters/upper"):
+        answer = server.get(path, headers=headers)
+        assert answer.status_code == 404
+        known = answer.json()["error"]["message"].partition("known: ")[2]
+        assert sorted(known.split(", ")) == sorted([BASE, "sort"])
 
 
 def test_a_restricted_key_changes_no_adapters(server: RunningServer) -> None:

@@ -15,8 +15,10 @@ from vexpert.engine.validation import check_conversation, check_list, check_text
 from vexpert.errors import RequestError
 from vexpert.lora.types import AdapterInfo
 
-# What a template raises when a message is of another kind than it expects.
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+# What a template raises when a message is of another kind, or deeper, than it expects.
+TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 T = TypeVar("T")
 Prompt = str | dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": [...]}
 Message = dict[str, Any]

@@ -103,7 +103,10 @@ class AsyncEngine:
         await ended
 
     def check_room(self, count: int = 1) -> None:
-        """Raise OverloadedError if `count` more sequences would be too many."""
+        """OverloadedError if `count` more sequences are too many now, RequestError if ever."""
+        if self._most is not None and count > self._most:
+            message = f"{count} completions in one request: at most {self._most}; ask for fewer"
+            raise RequestError(message, "n")
         if self._most is not None and self.num_sequences + count > self._most:
             message = (
                 f"{self.num_sequences} sequences run or wait, and {self._most} may; try again later"

@@ -13,8 +13,10 @@ from vexpert.server.interface import EngineFacts, Tokenizer
 from vexpert.server.protocol.message import Message
 from vexpert.server.templates import adapter_template
 
-# What a template raises when its variables are of another kind than it expects.
-TEMPLATE_ERRORS = (TemplateError, TypeError, ValueError, KeyError, AttributeError)
+# What a template raises when its variables are of another kind, or deeper, than it expects.
+TEMPLATE_ERRORS = (
+    TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError,
+)  # fmt: skip
 ToolList = Sequence[dict[str, Any]]
 BYTES_PER_TOKEN = 64  # of UTF-8, at most, on average over a prompt
 
@@ -50,7 +52,8 @@ class PromptBuilder:
         self._thread = ThreadPoolExecutor(1, thread_name_prefix="vexpert-tokenizer")
 
     def close(self) -> None:
-        self._thread.shutdown(cancel_futures=True)
+        # Not waited for: a template that never ends must not keep the server from ending.
+        self._thread.shutdown(wait=False, cancel_futures=True)
 
     async def chat(
         self, body: Conversation, folder: str | None = None, tools: ToolList = (), opening: str = ""

@@ -104,9 +104,10 @@ class Service:
         """Every name a request may use: base names, then adapters."""
         return [*self.base_names, *(info.name for info in await self.engine.adapters())]
 
-    async def unknown_model(self, model: str) -> ApiError:
-        """The 404 for a name that nobody serves."""
-        names = await self.names()
+    async def unknown_model(self, request: Request, model: str) -> ApiError:
+        """The 404 for a name that nobody serves; tells the names that the request's key is for."""
+        allowed = allowed_models(request)
+        names = [name for name in await self.names() if allowed is None or name in allowed]
         more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         known = ", ".join(names[:SHOWN_NAMES]) + more
         message = f"model {model!r} does not exist; known: {known}"

@@ -1,6 +1,7 @@
 """Chat templates that adapters ship in their folders."""
 
 import json
+import stat
 from functools import lru_cache
 from pathlib import Path
 from typing import Any
@@ -12,7 +13,10 @@ FILES = ("chat_template.jinja", "tokenizer_config.json")  # the first that has o
 
 
 def adapter_template(folder: str) -> str | None:
-    """The template in an adapter's folder, or None. Raises RequestError for a broken file."""
+    """The template in an adapter's folder, or None. Raises RequestError for a broken file.
+
+    Also for a pipe or a device: to open one may hang the thread that all prompts share.
+    """
     stamps = tuple(_stamp(Path(folder) / name) for name in FILES)
     return _read(folder, stamps) if any(stamps) else None
 
@@ -23,6 +27,8 @@ def _stamp(file: Path) -> tuple[int, int] | None:
         status = file.stat()
     except OSError:
         return None
+    if not stat.S_ISREG(status.st_mode):
+        raise _broken(file, "it is not a regular file")
     return status.st_mtime_ns, status.st_size
 
 

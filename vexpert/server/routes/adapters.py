@@ -32,7 +32,7 @@ async def retrieve_adapter(name: str, request: Request) -> dict[str, Any]:
     """The versions of one adapter; 404 if there is none."""
     entries = [entry for entry in await _entries(request) if entry["name"] == name]
     if not entries:
-        raise await service_of(request).unknown_model(name)
+        raise await service_of(request).unknown_model(request, name)
     return {"object": "list", "data": entries}
 
 

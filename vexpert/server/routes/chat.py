@@ -37,7 +37,7 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     try:
         return await answer(request, service, job, formatter, body.model)
     except AdapterNotFoundError as error:
-        raise await service.unknown_model(body.model) from error
+        raise await service.unknown_model(request, body.model) from error
 
 
 def _constraint(body: ChatCompletionRequest, plan: ToolPlan | None) -> StructuredOutputs | None:

@@ -31,7 +31,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     try:
         return await answer(request, service, job, formatter, body.model)
     except AdapterNotFoundError as error:
-        raise await service.unknown_model(body.model) from error
+        raise await service.unknown_model(request, body.model) from error
 
 
 async def _job(service: Service, body: CompletionRequest) -> Job:

@@ -45,4 +45,4 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
     for entry in await _entries_for(request):
         if entry["id"] == model:
             return entry
-    raise await service.unknown_model(model)
+    raise await service.unknown_model(request, model)

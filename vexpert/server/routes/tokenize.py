@@ -59,7 +59,7 @@ async def _check_model(service: Service, request: Request, model: str | None) ->
     await service.check_allowed(request, model)
     adapter = await service.adapter_of(model)
     if adapter is not None and await service.engine.adapter_folder(adapter) is None:
-        raise await service.unknown_model(model)
+        raise await service.unknown_model(request, model)
 
 
 @router.post("/v1/embeddings", include_in_schema=False)
