@@ -5,20 +5,15 @@ from collections.abc import Sequence
 from types import NoneType
 from typing import Any, TypeVar
 
-from jinja2 import TemplateError
-
 from vexpert.config import EngineConfig, shown
 from vexpert.engine.engine import Engine
 from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.engine.template_errors import TEMPLATE_ERRORS
 from vexpert.engine.validation import check_conversation, check_list, check_text
 from vexpert.errors import RequestError
 from vexpert.lora.types import AdapterInfo
 
-# What a template raises when a message is of another kind, or deeper, than it expects.
-TEMPLATE_ERRORS = (
-    TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
 T = TypeVar("T")
 Prompt = str | dict[str, Any]  # {"prompt": text} or {"prompt_token_ids": [...]}
 Message = dict[str, Any]

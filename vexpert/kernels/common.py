@@ -1,5 +1,7 @@
 """What every kernel file needs: how a dot rounds, and the checks of the launchers."""
 
+from functools import cache
+
 import torch
 import triton
 import triton.language as tl
@@ -48,6 +50,7 @@ def pdl_options(pdl: bool) -> dict[str, bool]:
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}
 
 
+@cache  # asked at each launch
 def can_use_pdl(device: torch.device) -> bool:
     """Programmatic dependent launch: from compute capability 9.0 on."""
     if device.type != "cuda" or triton.knobs.runtime.interpret:

@@ -99,7 +99,7 @@ def write_cache(
     What is not finite becomes zero; tokens with a negative row are not written.
     """
     from vexpert.kernels.cache_write import write_cache as launch  # needs Triton
-    from vexpert.ops.attention_plan import can_use_pdl
+    from vexpert.kernels.common import can_use_pdl
 
     _check(key, keys, values, 1)
     launch(key, value, cache_rows, keys, values, can_use_pdl(key.device))

@@ -6,11 +6,10 @@ Rows of width 128 were measured on one H200; see docs/performance.md.
 
 from dataclasses import dataclass, replace
 from functools import cache
-from typing import Any
 
 import torch
-import triton
 
+from vexpert.kernels.common import can_use_pdl
 from vexpert.kernels.paged_decode import DecodeShape
 from vexpert.kernels.paged_prefill import PrefillShape
 
@@ -69,12 +68,3 @@ def choose_attention(width: int, dtype: torch.dtype, device: torch.device) -> At
         crowded=replace(plan.crowded, pdl=False),
         prefill=replace(plan.prefill, pdl=False),
     )
-
-
-@cache
-def can_use_pdl(device: torch.device) -> bool:
-    """Programmatic dependent launch: from compute capability 9.0 on."""
-    if device.type != "cuda" or triton.knobs.runtime.interpret:
-        return False
-    cuda: Any = torch.cuda
-    return bool(cuda.get_device_capability(device)[0] >= 9)

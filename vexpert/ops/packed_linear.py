@@ -53,17 +53,17 @@ def packed_linear(
     factors = () if lora is None else find_factors(lora)
     if tile is not None and lora is not None and len(factors) == 1:
         assert order is not None
-        h = dense_shrink(rows, order, factors[0], plan.shrink, _pdl(x.device))
+        h = dense_shrink(rows, order, factors[0], plan.shrink, can_use_pdl(x.device))
         added = DenseLora(h, order, factors[0])
         sizes = factors[0].sizes
-        return dense_linear(rows, weight, bias, sizes, added, tile, _pdl(x.device))
+        return dense_linear(rows, weight, bias, sizes, added, tile, can_use_pdl(x.device))
     if lora is not None and len(factors) == 1 and _can_fork(x, plan):
         assert order is not None
         return _beside(rows, weight, bias, factors[0], order, plan)
     if tile is None:
         y = functional.linear(x, weight, bias)
     else:
-        y = dense_linear(rows, weight, bias, (weight.shape[0],), None, tile, _pdl(x.device))
+        y = dense_linear(rows, weight, bias, (weight.shape[0],), None, tile, can_use_pdl(x.device))
     if lora is not None:
         assert order is not None
         add_dense(rows, y, factors, order, plan)
@@ -113,8 +113,8 @@ def add_dense(
     start = 0
     for part in factors:
         stop = start + sum(part.sizes)
-        h = dense_shrink(x, order, part, plan.shrink, _pdl(x.device))
-        dense_expand(h, order, part, plan.expand, y[:, start:stop], _pdl(x.device))
+        h = dense_shrink(x, order, part, plan.shrink, can_use_pdl(x.device))
+        dense_expand(h, order, part, plan.expand, y[:, start:stop], can_use_pdl(x.device))
         start = stop
 
 
@@ -149,8 +149,3 @@ def find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:
         )
         for site, table in zip(lora.sites, lora.tables, strict=True)
     )
-
-
-@cache
-def _pdl(device: torch.device) -> bool:
-    return can_use_pdl(device)

@@ -6,17 +6,12 @@ from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any, Protocol
 
-from jinja2 import TemplateError
-
+from vexpert.engine.template_errors import TEMPLATE_ERRORS
 from vexpert.errors import RequestError
 from vexpert.server.interface import EngineFacts, Tokenizer
 from vexpert.server.protocol.message import Message
 from vexpert.server.templates import adapter_template
 
-# What a template raises when its variables are of another kind, or deeper, than it expects.
-TEMPLATE_ERRORS = (
-    TemplateError, TypeError, ValueError, KeyError, AttributeError, ArithmeticError, RecursionError,
-)  # fmt: skip
 ToolList = Sequence[dict[str, Any]]
 BYTES_PER_TOKEN = 64  # of UTF-8, at most, on average over a prompt
 
