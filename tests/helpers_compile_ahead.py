@@ -26,7 +26,7 @@ def launch(dtype: torch.dtype) -> None:
 def main() -> None:
     driver.set_active(Driver())
     run, said = JITFunction.run, {}
-    compiled = _combine_kernel.device_caches
+    compiled = _combine_kernel.jit.device_caches
     with compile_only(threads=2):
         launch(torch.bfloat16)
         launch(torch.float16)

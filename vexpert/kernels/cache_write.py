@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.launch import direct_launch
 
 
 @triton.jit
@@ -33,6 +34,7 @@ def _write_one(source, target, stride_sh, stride_th, COUNT: tl.constexpr, WIDTH:
         tl.store(target + head * stride_th + column, x.to(target.dtype.element_ty), mask=inside)
 
 
+@direct_launch
 @triton.jit(do_not_specialize_on_alignment=["cache_rows"])  # else a variant for each
 def _write_kernel(
     key, value, cache_rows, keys, values, stride_kt, stride_kh, stride_vt, stride_vh, stride_kr,

@@ -15,8 +15,10 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, pdl_options, pdl_wait, power_of_two
+from vexpert.kernels.launch import direct_launch
 
 
+@direct_launch
 @triton.jit
 def _combine_kernel(
     y,

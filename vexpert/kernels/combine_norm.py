@@ -20,10 +20,12 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.norms import MAX_WIDTH, Norm
 from vexpert.kernels.rms_norm import add_residual, scale_rows
 
 
+@direct_launch
 @triton.jit
 def _combine_norm_kernel(
     y,

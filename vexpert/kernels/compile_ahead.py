@@ -13,6 +13,8 @@ import triton
 from triton.runtime import _async_compile
 from triton.runtime.jit import JITFunction
 
+import vexpert.kernels.launch  # noqa: F401  must have seen `run` as Triton has it
+
 MOST_THREADS = 16
 
 

@@ -39,6 +39,7 @@ from vexpert.kernels.dense_tiles import (
     site_of,
     stacked_b,
 )
+from vexpert.kernels.launch import direct_launch
 
 
 @triton.jit
@@ -52,6 +53,7 @@ def _place(
     return target, changes[:, None] & inside[None, :]
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_kernel(
     h, row_at, run_at, row_run, run_slot, counts, arena, table, y, num_rows, num_slots, site_step,
@@ -92,6 +94,7 @@ def _expand_kernel(
     tl.store(target, total.to(y.dtype.element_ty), mask=stored)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_runs_kernel(
     h, row_at, slot_at, run_start, run_end, arena, table, y, num_rows, num_slots, site_step,
@@ -133,6 +136,7 @@ def _expand_runs_kernel(
     tl.store(target, total.to(y.dtype.element_ty), mask=stored)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _expand_wide_kernel(
     h, row_at, slot_at, run_end, counts, arena, table, y, num_rows, num_slots, site_step,

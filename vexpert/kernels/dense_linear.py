@@ -40,6 +40,7 @@ from vexpert.kernels.dense_tiles import (
     site_of,
     stacked_b,
 )
+from vexpert.kernels.launch import direct_launch
 
 
 @dataclass(frozen=True)
@@ -51,6 +52,7 @@ class DenseLora:
     factors: DenseFactors
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _linear_kernel(
     x, weight, bias, y, h, row_at, run_at, row_run, run_slot, counts, arena, table, num_rows,

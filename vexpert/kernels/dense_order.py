@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, power_of_two
+from vexpert.kernels.launch import direct_launch
 
 MAX_SLOTS = 4094  # bins of the histogram, less two
 BEHIND = 64  # a tile reads so many runs at most beyond its last
@@ -64,6 +65,7 @@ def _slot_of(slots, row, num_rows, num_slots):
     return tl.where(row < num_rows, slot, num_slots + 1)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _order_kernel(
     slots, row_at, slot_at, run_at, run_start, run_end, row_run, run_slot, counts, num_rows,

@@ -29,6 +29,7 @@ from vexpert.kernels.common import (
 )
 from vexpert.kernels.dense_order import RowOrder
 from vexpert.kernels.dense_tiles import DenseFactors, prefetch_rows
+from vexpert.kernels.launch import direct_launch
 
 
 @dataclass(frozen=True)
@@ -100,6 +101,7 @@ def _prefetch_a(
     prefetch_rows(at, tl.where(here >= 0, COLS, 0), bytes, COLS, PIECES)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
     x, row_at, slot_at, run_start, run_end, arena, table, h, num_rows, num_slots, depth, stride_x,

@@ -21,8 +21,10 @@ import triton.language as tl
 
 from vexpert.kernels.blocks import Blocks
 from vexpert.kernels.common import ceil_div, check_matrix, dot_precision, power_of_two
+from vexpert.kernels.launch import direct_launch
 
 
+@direct_launch
 @triton.jit
 def _expand_kernel(
     h,

@@ -20,8 +20,10 @@ import triton.language as tl
 
 from vexpert.kernels.blocks import Blocks
 from vexpert.kernels.common import ceil_div, check_matrix, dot_precision, power_of_two
+from vexpert.kernels.launch import direct_launch
 
 
+@direct_launch
 @triton.jit
 def _shrink_kernel(
     x,
@@ -87,6 +89,7 @@ def _shrink_kernel(
     tl.store(target, total, mask=mine[:, None] & used[None, :])
 
 
+@direct_launch
 @triton.jit
 def _sum_splits_kernel(partial, h, size, SPLITS: tl.constexpr, BLOCK: tl.constexpr):
     place = tl.program_id(0).to(tl.int64) * BLOCK + tl.arange(0, BLOCK)

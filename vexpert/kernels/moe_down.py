@@ -18,6 +18,7 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_gate_up import (
     Expand,
     TileShape,
@@ -196,6 +197,7 @@ def _down_tile(
     tl.store(target, total.to(out.dtype.element_ty), mask=mine[:, None] & inside[None, :])
 
 
+@direct_launch
 @triton.jit
 def _down_kernel(
     inter,

@@ -22,6 +22,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vexpert.kernels.activate import activate
 from vexpert.kernels.activations import Activation
 from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_factors import SiteFactors
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import TileRuns
@@ -350,6 +351,7 @@ def _gate_up_tile(
     tl.store(target, out, mask=mine[:, None] & inside[None, :])
 
 
+@direct_launch
 @triton.jit
 def _gate_up_kernel(
     hidden,

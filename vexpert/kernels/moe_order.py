@@ -25,6 +25,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_factors import (
     PairFactors,
     factor_arguments,
@@ -82,6 +83,7 @@ def keys_of(
     return expert, slot
 
 
+@direct_launch
 @triton.jit
 def _order_kernel(
     topk_ids,

@@ -18,10 +18,12 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_factors import PairFactors
 from vexpert.kernels.moe_order import PairOrder, keys_of, make_order, weight_arguments
 
 
+@direct_launch
 @triton.jit
 def _rank_kernel(
     slots, token_at, num_tokens, ROWS: tl.constexpr, CHUNK: tl.constexpr, PDL: tl.constexpr
@@ -44,6 +46,7 @@ def _rank_kernel(
     tl.store(token_at + tl.sum(before, 1), mine, mask=inside)
 
 
+@direct_launch
 @triton.jit
 def _count_kernel(
     topk_ids, token_at, count, pair_by_slot, expert_by_slot, num_pairs, num_experts,
@@ -64,6 +67,7 @@ def _count_kernel(
     tl.store(count + tl.program_id(0) * BINS + tl.arange(0, BINS), bins)
 
 
+@direct_launch
 @triton.jit
 def _place_kernel(
     slots, topk_weights, scale_at, pair_by_slot, expert_by_slot, count,

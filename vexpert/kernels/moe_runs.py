@@ -21,6 +21,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_site
 from vexpert.kernels.moe_order import PairOrder
 
@@ -43,6 +44,7 @@ class TileRuns:
     programs: int  # that a shrink starts; each takes every so many pieces
 
 
+@direct_launch
 @triton.jit
 def _runs_kernel(
     slot_at, tile_expert, tile_start, tile_end, num_tiles,

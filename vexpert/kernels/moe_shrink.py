@@ -26,6 +26,7 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import TileRuns
 
@@ -91,6 +92,7 @@ def _shrink_run(
             tl.store(target, out, mask=own[:, None] & its[None, :])
 
 
+@direct_launch
 @triton.jit
 def _shrink_kernel(
     hidden, topk_ids, pair_at, run_start, run_end, arena, address, rank_at, h, num_pairs,
@@ -128,6 +130,7 @@ def _shrink_kernel(
         )  # fmt: skip
 
 
+@direct_launch
 @triton.jit
 def _shrink_pieces_kernel(
     hidden, pair_at, num_pieces, piece_first, piece_stop, arena, address, rank_at, part_at, h,

@@ -30,6 +30,7 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.norms import MAX_WIDTH, Norm
 from vexpert.kernels.rms_norm import add_residual, scale_rows
 from vexpert.kernels.router_topk import Choice, choice_options, choose_experts
@@ -63,6 +64,7 @@ class Scratch:
         return cls(logits, torch.zeros(MOST_TOKENS, dtype=torch.int32, device=device))
 
 
+@direct_launch
 @triton.jit
 def _norm_router_kernel(
     x,

@@ -34,6 +34,7 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.paged_tiles import (
     INDEX_ARRAYS,
     LOG2E,
@@ -102,6 +103,7 @@ def _add_up(
     tl.store(target, acc.to(out.dtype.element_ty), mask=filled)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=INDEX_ARRAYS)
 def _decode_kernel(
     query, keys, values, query_starts, kv_lens, block_tables, sinks, out, part_out, part_peak,

@@ -30,6 +30,7 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.paged_tiles import (
     INDEX_ARRAYS,
     LOG2E,
@@ -79,6 +80,7 @@ def _hide(
     return tl.where(seen, scores, float("-inf"))
 
 
+@direct_launch
 @triton.jit(do_not_specialize=UNSPECIALIZED, do_not_specialize_on_alignment=INDEX_ARRAYS)
 def _prefill_kernel(
     query, keys, values, query_starts, kv_lens, block_tables, sinks, out, sequences, width, scale,

@@ -22,6 +22,7 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.norms import MAX_WIDTH, Norm
 
 
@@ -47,6 +48,7 @@ def add_residual(x, residual, multiplier, SCALE: tl.constexpr, dtype: tl.constex
     return (x + residual).to(dtype).to(tl.float32)
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_rows"])  # one compilation for every number of tokens
 def _rms_norm_kernel(
     x,

@@ -21,10 +21,12 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import power_of_two
+from vexpert.kernels.launch import direct_launch
 
 LAYOUTS = ("halves", "once", "pairs")
 
 
+@direct_launch
 @triton.jit
 def _rope_angles_kernel(
     positions,

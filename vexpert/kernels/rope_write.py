@@ -30,6 +30,7 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.norms import Norm, reference_rms_norm
 from vexpert.kernels.rms_norm import scale_rows
 
@@ -155,6 +156,7 @@ def _rotate_heads(
         _store(target + head * D + rest, x, mask & written, CACHE)
 
 
+@direct_launch
 @triton.jit
 def _rope_write_kernel(
     q,

@@ -24,6 +24,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.launch import direct_launch
 
 SCORES = ("softmax", "sigmoid", "chosen")
 MAX_EXPERTS = 4096
@@ -141,6 +142,7 @@ def choose_experts(
     tl.store(weights + place, (w * scale).to(weights.dtype.element_ty), mask=taken)
 
 
+@direct_launch
 @triton.jit
 def _router_topk_kernel(
     logits,

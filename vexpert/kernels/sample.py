@@ -28,6 +28,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import check_matrix
+from vexpert.kernels.launch import direct_launch
 
 BLOCK = 1024
 NUM_WARPS = 8
@@ -110,6 +111,7 @@ def _kept(row, start, vocab, temperature, floor, m, cut, ties, ties_before, BLOC
     return tl.where(keep, tl.exp(s - m), 0.0).to(tl.float64), tl.sum(at, 0)
 
 
+@direct_launch
 @triton.jit
 def _sample_kernel(
     logits, rows, temperatures, log_min_ps, top_ks, top_ps, uniforms, tokens, vocab, stride,
