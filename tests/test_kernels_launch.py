@@ -6,7 +6,6 @@ from helpers_process import run_helper
 def test_direct_launches_are_those_of_triton() -> None:
     said = run_helper("helpers_launch.py")
     assert said.pop("binaries") > 40
-    assert said.pop("early") < 20  # few calls of the first turn are alike
     assert said == {
         "wrong": 0,
         "not direct": 4,  # on each of two devices an unknown option, and a grid to be called
@@ -15,5 +14,6 @@ def test_direct_launches_are_those_of_triton() -> None:
         "compiled only": True,
         "a tensor of the host": True,
         "a mistake": True,
+        "new numbers": [True, True, True],
         "bounded": True,
     }

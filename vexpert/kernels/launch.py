@@ -1,14 +1,14 @@
 """Launches without Triton's binder, of calls whose like was launched before.
 
 Triton binds, classifies and looks up every argument of every launch: 20 to 100 us on the host. Here
-a launch's key is a tuple that holds all that Triton's own key depends on, or more than that:
+a launch's key is a tuple that holds all that Triton's own key depends on:
 
 | argument | in the key |
 |---|---|
 | tensor | dtype, and its address modulo 16 unless the kernel forbids to specialise on it |
 | block descriptor | dtype and shape of the block |
-| number | its class and value; whether it fits 32 bits if the kernel forbids to specialise on it |
-| constant, num_warps, num_stages, launch_pdl | the value |
+| number | its class; bits it needs, and whether it is 1 or a multiple of 16 unless that is forbidden |
+| constant, one of OPTIONS | the value |
 | none of them | the current device |
 
 A known key's binary is launched at once; an unknown one goes through Triton, and is known from
@@ -29,8 +29,8 @@ from triton.runtime.driver import driver
 from triton.runtime.jit import JITFunction
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-MOST_KEYS = 4096  # of one kernel; a step of a new number of tokens adds one
-OPTIONS = ("num_warps", "num_stages", "launch_pdl")
+MOST_KEYS = 4096  # of one kernel
+OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 
 _RUN = JITFunction.run
 _ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
@@ -41,6 +41,28 @@ def direct_launch(kernel: Any) -> Any:
     """`kernel`, to be launched as before: kernel[grid](...). The interpreter's stays as it is."""
     is_compiled = isinstance(kernel, JITFunction) and torch.version.hip is None
     return DirectKernel(kernel) if is_compiled else kernel
+
+
+class _Classes(dict[int | float, int]):
+    """What Triton's specialisation sees of a number, by number. `is_free`: only the bits it needs.
+
+    Of anything but an int, only its class counts.
+    """
+
+    def __init__(self, is_free: bool) -> None:
+        super().__init__()
+        self._is_free = is_free
+
+    def __missing__(self, number: int | float) -> int:
+        bits = 32 if -(2**31) <= number < 2**31 else 63 if -(2**63) <= number < 2**63 else 64
+        found = bits if self._is_free else 4 * bits + 2 * (number == 1) + (number % 16 == 0)
+        if len(self) >= MOST_KEYS:
+            self.clear()
+        self[number] = found
+        return found
+
+
+_SPECIAL, _FREE = _Classes(is_free=False), _Classes(is_free=True)
 
 
 class DirectKernel:
@@ -107,6 +129,8 @@ class DirectKernel:
             "_driver": driver,
             "_records": {},
             "_UNSET": _UNSET,
+            "_special": _SPECIAL,
+            "_free": _FREE,
         }
         exec(_source(self.jit.params, kinds), scope)
         launch: Callable[..., Any] = scope["launch"]
@@ -175,8 +199,7 @@ def _parts(pairs: list[tuple[Any, str]]) -> list[str]:
         elif kind == "descriptor":
             parts += [f"{name}.base.dtype", f"tuple({name}.block_shape)"]
         elif kind == "number":
-            fits = f"{name}.__class__ is not int or -2147483648 <= {name} <= 2147483647 or {name}"
-            parts += [f"{name}.__class__", fits if free else name]
+            parts += [f"{name}.__class__", f"{'_free' if free else '_special'}[{name}]"]
         else:
             parts.append(name)
     if aligned:  # 0, if all are
