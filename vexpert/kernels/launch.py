@@ -7,7 +7,7 @@ a launch's key is a tuple that holds all that Triton's own key depends on:
 |---|---|
 | tensor | dtype, and its address modulo 16 unless the kernel forbids to specialise on it |
 | block descriptor | dtype and shape of the block |
-| number | its class; bits it needs, and whether it is 1 or a multiple of 16 unless that is forbidden |
+| number | its class; the bits it needs; if it is 1 or a multiple of 16, unless that is forbidden |
 | constant, one of OPTIONS | the value |
 | none of them | the current device |
 
