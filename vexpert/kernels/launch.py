@@ -18,9 +18,11 @@ What Triton checks at each launch besides, that no global of the kernel has chan
 unknown keys alone.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
-from typing import Any
+from threading import get_ident
+from typing import Any, NamedTuple
 
 import torch
 from triton import knobs
@@ -35,6 +37,41 @@ OPTIONS = ("num_warps", "num_stages", "maxnreg", "launch_pdl")
 _RUN = JITFunction.run
 _ENTER, _EXIT = knobs.runtime.launch_enter_hook, knobs.runtime.launch_exit_hook
 _UNSET = object()
+
+
+class Launched(NamedTuple):
+    """A launch that was made."""
+
+    kernel: Any  # the compiled one
+    grid: tuple[int, ...]
+    args: tuple[Any, ...]  # of all parameters, in their order
+
+
+_recordings: dict[int, list[Launched | None]] = {}  # by thread; None: one that cannot be noted
+
+
+@contextmanager
+def recording() -> Iterator[list[Launched | None]]:
+    """Inside, this thread's launches are made and noted."""
+    launches: list[Launched | None] = []
+    assert get_ident() not in _recordings, "a recording inside another"
+    _recordings[get_ident()] = launches
+    try:
+        yield launches
+    finally:
+        del _recordings[get_ident()]
+
+
+def is_watched() -> bool:
+    """Whether every launch has to go through Triton: hooks are set, or its `run` is replaced."""
+    runtime = knobs.runtime
+    return bool(
+        JITFunction.run is not _RUN
+        or runtime.launch_enter_hook is not _ENTER
+        or runtime.launch_exit_hook is not _EXIT
+        or _ENTER.calls
+        or _EXIT.calls
+    )
 
 
 def direct_launch(kernel: Any) -> Any:
@@ -74,18 +111,26 @@ class DirectKernel:
         self._launch: Callable[..., Any] = self._first
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        runtime = knobs.runtime
-        if (
-            JITFunction.run is not _RUN
-            or runtime.launch_enter_hook is not _ENTER
-            or runtime.launch_exit_hook is not _EXIT
-            or _ENTER.calls
-            or _EXIT.calls
-            or self.jit.pre_run_hooks
-        ):
+        if _recordings and get_ident() in _recordings:
+            return partial(self._note, grid)
+        return self._launcher(grid)
+
+    def _launcher(self, grid: tuple[int, ...]) -> Callable[..., Any]:
+        if is_watched() or self.jit.pre_run_hooks:
             launch: Callable[..., Any] = self.jit[grid]
             return launch
         return partial(self._launch, grid)
+
+    def _note(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
+        """Launch, for a recording."""
+        kernel = self._launcher(grid)(*args, **options)
+        names = self.jit.arg_names[len(args) :]
+        is_whole = isinstance(kernel, CompiledKernel) and isinstance(grid, tuple)
+        launched = None
+        if is_whole and not is_watched() and all(name in options for name in names):
+            launched = Launched(kernel, grid, (*args, *(options[name] for name in names)))
+        _recordings[get_ident()].append(launched)
+        return kernel
 
     def _first(self, grid: tuple[int, ...], *args: Any, **options: Any) -> Any:
         names = self.jit.arg_names[len(args) :]

@@ -13,6 +13,7 @@ from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink
+from vexpert.ops.experts_replay import EXPERTS, experts_inputs, experts_key
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
 from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
@@ -95,8 +96,30 @@ def fused_experts(
 
     Pairs with a sentinel expert add nothing. The result is `finish.total` if there is a finish.
     """
-    base, pdl = plan.base, plan.base.pdl
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
+    out, normed = EXPERTS(
+        plan,
+        experts_key(experts, lora, finish),
+        experts_inputs(hidden, topk_ids, topk_weights, experts, lora, finish),
+        lambda: _launch(experts, hidden, topk_ids, topk_weights, lora, plan, finish),
+    )
+    assert out is not None
+    if finish is not None:
+        finish.total, finish.normed = out, normed
+    return out
+
+
+def _launch(
+    experts: ExpertsTensors,
+    hidden: torch.Tensor,
+    topk_ids: torch.Tensor,
+    topk_weights: torch.Tensor,
+    lora: ExpertsLora | None,
+    plan: MoePlan,
+    finish: Finish | None,
+) -> tuple[torch.Tensor, torch.Tensor | None]:
+    """(out, None), or total and normed of the finish; topk_ids and topk_weights contiguous."""
+    base, pdl = plan.base, plan.base.pdl
     scales = None if experts.scale_input else topk_weights
     order = _order(topk_ids, scales, lora, experts.down.shape[0], plan)
     runs = None
@@ -142,10 +165,8 @@ def fused_experts(
     )
     pairs = (out, topk_ids.view(-1), None, experts.down.shape[0])
     if finish is None:
-        return combine(*pairs, topk_ids.shape[1], pdl)
-    how = (finish.residual, finish.multiplier, finish.norm, pdl)
-    finish.total, finish.normed = combine_norm(*pairs, *how)
-    return finish.total
+        return combine(*pairs, topk_ids.shape[1], pdl), None
+    return combine_norm(*pairs, finish.residual, finish.multiplier, finish.norm, pdl)
 
 
 def _order(
