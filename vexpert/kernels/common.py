@@ -20,10 +20,7 @@ def check_matrix(name: str, tensor: torch.Tensor) -> None:
 
 def power_of_two(value: int, least: int, most: int) -> int:
     """The smallest power of two that is at least `value`, within bounds that are such powers."""
-    size = least
-    while size < min(value, most):
-        size *= 2
-    return size
+    return max(least, min(most, 1 << max(value - 1, 0).bit_length()))
 
 
 def ceil_div(count: int, size: int) -> int:

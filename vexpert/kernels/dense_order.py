@@ -47,6 +47,12 @@ class RowOrder:
     def num_rows(self) -> int:
         return self.slots.shape[0]
 
+    @property
+    def arrays(self) -> tuple[torch.Tensor, ...]:
+        """All of them, without `slots`."""
+        first = self.row, self.slot, self.run, self.run_start, self.run_end
+        return *first, self.row_run, self.run_slot, self.counts
+
     def is_settled(self) -> bool:
         """Whether this is not the first kernel that reads it, which must be an ordinary launch.
 

@@ -79,16 +79,14 @@ class FlatLaunch:
             self.launcher(*self.grid, stream, *self.options, *args)
 
 
-def flatten(
-    launched: Launched, find: Callable[[torch.Tensor], Place | None]
-) -> FlatLaunch | None:
+def flatten(launched: Launched, find: Callable[[torch.Tensor], Place | None]) -> FlatLaunch | None:
     """`launched` with each tensor's address as `find` says; None: that is not possible."""
     bound = _bind(launched.kernel)
     if bound is None:
         return None
     launcher, options, is_packed, metadata = bound
-    size = (*launched.grid, 1, 1)[:3]
-    flat = FlatLaunch(launcher, size, options, [], [], [], is_packed)
+    x, y, z = (*launched.grid, 1, 1)[:3]
+    flat = FlatLaunch(launcher, (x, y, z), options, [], [], [], is_packed)
     blocks = iter(metadata or ())
     for arg in launched.args:
         if isinstance(arg, TensorDescriptor):
@@ -119,11 +117,12 @@ def _bind(kernel: Any) -> tuple[Any, tuple[Any, ...], bool, Any] | None:
     packed = kernel.packed_metadata
     if hasattr(launcher, "arg_annotations"):
         rest = launcher.arg_annotations, launcher.kernel_signature
-        options = (*flags, packed, None, None, None, None, None, *rest)
-        return driver.active.utils.launch, options, True, blocks
+        nothing = (None,) * 5  # hooks, what they get, memory
+        return driver.active.utils.launch, (*flags, packed, *nothing, *rest), True, blocks
     inner = _innermost(launcher.launch)
-    options = (*flags, None, None, packed, None, None, None)
-    return None if inner is None else (inner, options, False, blocks)
+    if inner is None:
+        return None
+    return inner, (*flags, None, None, packed, None, None, None), False, blocks
 
 
 def _needs_memory(launcher: Any) -> bool:

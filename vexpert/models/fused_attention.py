@@ -7,6 +7,7 @@ import torch
 from torch import nn
 
 from vexpert.kernels.norms import Norm
+from vexpert.kernels.replay import Replays
 from vexpert.kernels.rope_write import Heads, Rope, rope_write
 from vexpert.models.attention import AttentionLayer, Softmax
 from vexpert.models.fused_record import AttentionInputs, Call, Records, agree
@@ -14,6 +15,7 @@ from vexpert.models.fused_record import AttentionInputs, Call, Records, agree
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 NORM_NAMES = ("q_norm", "k_norm")
 Angles = tuple[torch.Tensor, torch.Tensor]
+ATTENTION = Replays()
 Project = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # x [..., in] -> q, k, v [..., out]
 
 
@@ -27,6 +29,13 @@ class FusedAttention:
         self.softmax = softmax
         self.pdl = pdl
         self.project: Project = self._each
+        norms = heads.q_norm, heads.k_norm
+        sinks = softmax.sinks
+        weights = [norm.weight for norm in norms if norm is not None]
+        self._tensors = [tensor for tensor in (*weights, sinks) if tensor is not None]
+        sizes = (heads.num_q, heads.num_kv, heads.width, rope, pdl)
+        forms = [None if norm is None else (norm.eps, norm.form, norm.width) for norm in norms]
+        self._facts = (*sizes, *forms, softmax.scaling, softmax.softcap, len(self._tensors))
 
     def _each(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
         module = self.module
@@ -38,11 +47,32 @@ class FusedAttention:
         """hidden_states [1, T, H], (cos, sin) [1, T, R] each -> [1, T, H]."""
         layer = self.module.vexpert_layer
         assert isinstance(layer, AttentionLayer)
-        cache = layer.keys, layer.values
-        rows = layer.context.running.step.cache_rows
-        query = self.rotate(hidden_states, position_embeddings, rows, cache)
-        done = layer.attend(query, self.softmax)
+        parts = tuple(part[0] for part in self.project(hidden_states))
+        angles = _flat(parts[0], position_embeddings)
+        done = self._attend(layer, parts, angles)
         return self.module.o_proj(done.view(1, done.shape[0], -1)), None
+
+    def _attend(
+        self, layer: AttentionLayer, parts: tuple[torch.Tensor, ...], angles: Angles
+    ) -> torch.Tensor:
+        """Attention of q, k and v; what prompts launch for it is replayed."""
+        running = layer.context.running
+        rows, cache = running.step.cache_rows, (layer.keys, layer.values)
+
+        def run() -> tuple[torch.Tensor]:
+            query = self._rotate(parts, angles, rows, cache)
+            return (layer.attend(query, self.softmax),)
+
+        batch = running.attention_batch
+        if batch.max_query_len == 1:
+            return run()[0]
+        lengths = batch.block_size, batch.max_query_len, batch.max_kv_len
+        arrays = batch.query_starts, batch.kv_lens, batch.block_tables
+        turned = () if angles[0] is parts[0] else angles
+        inputs = [*parts, *turned, rows, *cache, *arrays, *self._tensors]
+        (done,) = ATTENTION(None, (self._facts, layer.kind, lengths), inputs, run)
+        assert done is not None
+        return done
 
     def rotate(
         self,
@@ -52,9 +82,23 @@ class FusedAttention:
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Queries [T, Hq, d]; keys and values go to `rows` [T] of the cache."""
-        q, k, v = (part[0] for part in self.project(hidden))
-        cos, sin = (q, q) if angles is None else (part[0].contiguous() for part in angles)
-        return rope_write(q, k, v, self.heads, self.rope, (cos, sin), rows, cache, self.pdl)
+        parts = tuple(part[0] for part in self.project(hidden))
+        return self._rotate(parts, _flat(parts[0], angles), rows, cache)
+
+    def _rotate(
+        self,
+        parts: tuple[torch.Tensor, ...],
+        angles: Angles,
+        rows: torch.Tensor,
+        cache: tuple[torch.Tensor, torch.Tensor],
+    ) -> torch.Tensor:
+        q, k, v = parts
+        return rope_write(q, k, v, self.heads, self.rope, angles, rows, cache, self.pdl)
+
+
+def _flat(q: torch.Tensor, angles: Angles | None) -> Angles:
+    """cos and sin [T, R] of those [1, T, R]; `q` twice where nothing is rotated."""
+    return (q, q) if angles is None else (angles[0][0].contiguous(), angles[1][0].contiguous())
 
 
 def _ropes(angles: Angles | None, d: int) -> list[Rope]:

@@ -20,10 +20,15 @@ from vexpert.kernels.dense_linear import DenseLora, dense_linear
 from vexpert.kernels.dense_order import MAX_SLOTS, RowOrder
 from vexpert.kernels.dense_shrink import dense_shrink, room_for_h
 from vexpert.kernels.dense_tiles import DenseFactors
+from vexpert.kernels.replay import Replays
 from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
 from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
 
 cuda: Any = torch.cuda  # its streams are not typed
+DENSE = Replays()
+MOST_FOUND = 4096
+# Tables are made once and updated in place; they are kept, so that an id stays theirs.
+_found: dict[tuple[int, ...], tuple[tuple[SiteTable, ...], tuple[DenseFactors, ...]]] = {}
 
 
 def is_dense(site: LoraSite, table: SiteTable) -> bool:
@@ -110,16 +115,42 @@ def add_dense(
     """Add the deltas of x [R, in] to y [R, out] in place; `factors` take columns in turn."""
     if x.shape[0] == 0:
         return
-    start = 0
-    for part in factors:
-        stop = start + sum(part.sizes)
-        h = dense_shrink(x, order, part, plan.shrink, can_use_pdl(x.device))
-        dense_expand(h, order, part, plan.expand, y[:, start:stop], can_use_pdl(x.device))
-        start = stop
+    pdl = can_use_pdl(x.device)
+    is_settled = order.is_settled()  # outside of what is replayed: it counts its readers
+
+    def run() -> tuple[()]:
+        start = 0
+        for part in factors:
+            stop = start + sum(part.sizes)
+            h = dense_shrink(x, order, part, plan.shrink, pdl and is_settled)
+            into = y if len(factors) == 1 else y[:, start:stop]
+            dense_expand(h, order, part, plan.expand, into, pdl)
+            start = stop
+        return ()
+
+    part = factors[0]
+    if len(factors) > 1 or order.is_identity:
+        run()
+        return
+    key = part.site_step, part.sizes, part.width, part.alignment, is_settled
+    inputs = (x, y, *order.arrays, part.arena, part.table)
+    DENSE(plan, key, inputs, run)
 
 
 def find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:
     """All sites as the kernels take them, if their tables are evenly spaced; else each alone."""
+    key = (lora.most_rank, *map(id, lora.tables))
+    found = _found.get(key)
+    if found is None or any(a is not b for a, b in zip(found[0], lora.tables, strict=True)):
+        if len(_found) >= MOST_FOUND:
+            _found.clear()
+        found = _found[key] = lora.tables, _find_factors(lora)
+    return found[1]
+
+
+def _find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:
+    for site, table in zip(lora.sites, lora.tables, strict=True):
+        assert is_dense(site, table), site
     first = lora.tables[0]
     width = ceil_div(max(lora.most_rank, 1), 16) * 16
     places = [table.packed.data_ptr() // 8 for table in lora.tables]
