@@ -96,6 +96,8 @@ def flatten(launched: Launched, find: Callable[[torch.Tensor], Place | None]) ->
             shape, strides = tuple(arg.shape), tuple(arg.strides)
             flat.maps.append((len(flat.args), *place, BlockMap(shape, strides, arg.padding, block)))
             flat.args += [None, *shape, *strides]
+        elif isinstance(arg, torch.Tensor) and arg.numel() == 0:
+            flat.args.append(0)  # such tensors have no memory
         elif isinstance(arg, torch.Tensor):
             place = find(arg)
             if place is None:

@@ -60,7 +60,8 @@ class Program:
         )
         addresses.append(block.data_ptr())
         addresses += [result.data_ptr() for result in made if result is not None]
-        stream = driver.active.get_current_stream(device.index)
+        active = driver.active
+        stream = active.get_current_stream(active.get_current_device())
         for launch in self.launches:
             launch(addresses, stream)
         return made
@@ -97,7 +98,7 @@ class Replays:
         full = (
             id(owner),
             key,
-            first.device,
+            driver.active.get_current_device(),
             tuple([(t.dtype, t.shape, t.stride()) for t in inputs]),
             tuple([address & 15 for address in addresses]),
         )
