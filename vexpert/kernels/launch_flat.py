@@ -58,6 +58,7 @@ class BlockMap:
 class FlatLaunch:
     """A launch whose addresses are still open."""
 
+    kernel: Any  # kept: its binary is unloaded with it
     launcher: Callable[..., None]
     grid: tuple[int, int, int]
     options: tuple[Any, ...]  # of the launcher, behind the stream
@@ -86,7 +87,7 @@ def flatten(launched: Launched, find: Callable[[torch.Tensor], Place | None]) ->
         return None
     launcher, options, is_packed, metadata = bound
     x, y, z = (*launched.grid, 1, 1)[:3]
-    flat = FlatLaunch(launcher, (x, y, z), options, [], [], [], is_packed)
+    flat = FlatLaunch(launched.kernel, launcher, (x, y, z), options, [], [], [], is_packed)
     blocks = iter(metadata or ())
     for arg in launched.args:
         if isinstance(arg, TensorDescriptor):

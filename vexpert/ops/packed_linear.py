@@ -26,9 +26,6 @@ from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
 
 cuda: Any = torch.cuda  # its streams are not typed
 DENSE = Replays()
-MOST_FOUND = 4096
-# Tables are made once and updated in place; they are kept, so that an id stays theirs.
-_found: dict[tuple[int, ...], tuple[tuple[SiteTable, ...], tuple[DenseFactors, ...]]] = {}
 
 
 def is_dense(site: LoraSite, table: SiteTable) -> bool:
@@ -139,13 +136,11 @@ def add_dense(
 
 def find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:
     """All sites as the kernels take them, if their tables are evenly spaced; else each alone."""
-    key = (lora.most_rank, *map(id, lora.tables))
-    found = _found.get(key)
-    if found is None or any(a is not b for a, b in zip(found[0], lora.tables, strict=True)):
-        if len(_found) >= MOST_FOUND:
-            _found.clear()
-        found = _found[key] = lora.tables, _find_factors(lora)
-    return found[1]
+    found, key = lora.tables[0].found, (lora.most_rank, *map(id, lora.tables))
+    if key not in found:
+        found[key] = lora.tables, _find_factors(lora)  # kept, so that the ids stay theirs
+    factors: tuple[DenseFactors, ...] = found[key][1]
+    return factors
 
 
 def _find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:

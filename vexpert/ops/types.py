@@ -6,6 +6,7 @@ a token for a dense Linear, a (token, k-th expert) pair for routed experts.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -60,6 +61,11 @@ class SiteTable:
         int
     ]  # [S] copy of `rank` on the host: decides, without a sync, what can be skipped
     alignment: int = 1  # every factor starts at a multiple of so many elements
+
+    @cached_property
+    def found(self) -> dict[Any, Any]:
+        """What was worked out from this table and others of its pool; it lives as long as they."""
+        return {}
 
     @cached_property
     def rank(self) -> torch.Tensor:
