@@ -282,12 +282,12 @@ def _serve_engine(
 def resolve_model(
     config: EngineConfig, modules: list[LoraModule], names: list[str]
 ) -> tuple[EngineConfig, list[LoraModule], tuple[str, ...]]:
-    """Fill in the demo where no model is given: its folder, its adapters, its name."""
-    if config.model:
-        return config, modules, tuple(names)
+    """Fill in the demo where no model, or its name, is given: its folder, adapters and name."""
     from vexpert import demo
 
-    config = dataclasses.replace(config, model=str(demo.model_path()))
+    if (found := demo.find_model(config.model)) == config.model:
+        return config, modules, tuple(names)
+    config = dataclasses.replace(config, model=found)
     given = {module.name for module in modules}
     bundled = [
         LoraModule(name, str(path))
