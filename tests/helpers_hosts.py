@@ -31,6 +31,8 @@ class TouchyEngine(FakeEngine):
         super().add_request(*arguments, **options)
         if prompt == "fail the engine":
             self.failure = RuntimeError("planted")
+        if prompt == "hang":
+            self.step_seconds = 3600
 
     def prepare(self, params: SamplingParams) -> None:
         if params.constraint is not None and params.constraint.text == "refused":

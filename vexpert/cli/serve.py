@@ -144,7 +144,6 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket,
     engine = engine_process(config, args.log_format)
     try:
         engine.launch(modules)
-        boot.watch(engine)
         return _serve_engine(args, engine, options, bound, boot)
     except EngineEnded:
         return _say_why(engine)
@@ -180,20 +179,20 @@ def _serve_engine(
     boot: Boot,
 ) -> int:
     """Serve an engine that is starting; what is imported here loads beside it."""
-    from vexpert.server.app import create_app
-    from vexpert.server.engine_boot import settle
-    from vexpert.server.listen import url_of
-    from vexpert.server.progress import EngineFailedError
-    from vexpert.server.run import run as run_server
+    with boot.watching(engine):
+        from vexpert.server.app import create_app
+        from vexpert.server.engine_boot import settle
+        from vexpert.server.listen import url_of
+        from vexpert.server.progress import EngineFailedError
+        from vexpert.server.run import run as run_server
 
-    try:
-        engine.connect()
-    except EngineFailedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
+        try:
+            engine.connect()
+        except EngineFailedError:
+            return _say_why(engine)
     app = create_app(engine, options)
     settle()
-    boot.end()
+    boot.check()
     service = app.state.service
 
     def ready() -> None:

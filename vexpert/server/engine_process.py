@@ -24,7 +24,7 @@ from vexpert.server.engine_boot import settle
 from vexpert.server.engine_loop import EngineLoop
 from vexpert.server.interface import EngineFacts, EngineProtocol, LoraModule, Tokenizer
 from vexpert.server.progress import EngineFailedError
-from vexpert.server.wire import error_fields, first_message, read_error
+from vexpert.server.wire import Message, error_fields, first_message, read_error
 
 logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -50,6 +50,7 @@ class EngineProcess:
         self._tokenizer: Tokenizer | None = None
         self._facts: EngineFacts | None = None
         self._sock: socket.socket | None = None
+        self._first: Message | None = None  # what the engine said, or that it ended
         self._process: Any = None  # a multiprocessing Process
         self._ended = threading.Event()
         self._how = ""
@@ -79,7 +80,7 @@ class EngineProcess:
                 raise
             # A signal's handler may raise as soon as signals come again.
             self._ended = threading.Event()
-            self._sock, self._process, self._facts = mine, process, None
+            self._sock, self._process, self._facts, self._first = mine, process, None, None
             reap = (process, self._ended)
             threading.Thread(
                 target=self._reap, args=reap, name="vexpert-reaper", daemon=True
@@ -98,7 +99,8 @@ class EngineProcess:
                 self._tokenizer = self._tokenizer or self._read_tokenizer(self._config)
         except VexpertError as error:
             fault = error  # the engine, which reads more, may have a better reason
-        kind, told = first_message(sock) or ["ended", self.wait()]
+        self._first = self._first or first_message(sock) or ["ended", self.wait()]
+        kind, told = self._first
         if kind == "refused":
             raise read_error(told)
         if kind != "ready":

@@ -11,7 +11,7 @@ import signal
 import sys
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.utils
@@ -34,7 +34,7 @@ class TooLargeError(ValueError):
 class _Generation(Extension):
     """`{% generation %}`, which marks the assistant's words for training, means nothing here."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
@@ -46,6 +46,7 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __init__(*arguments: Any, **fields: Any) -> None:  # `self` may be a field
         own, arguments = arguments[0], arguments[1:]
+        jinja2.utils.Namespace.__init__(own)
         for name, value in dict(*arguments, **fields).items():
             own[name] = value
 
