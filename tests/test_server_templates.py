@@ -58,7 +58,7 @@ def test_a_template_means_what_it_means_to_transformers(tokenizer: Any, template
 
 @pytest.fixture(scope="module")
 def rendering() -> Iterator[Renderer]:
-    made = Renderer(most=1000)
+    made = Renderer(most=1000, seconds=0.5)
     yield made
     made.close()
 
@@ -115,7 +115,7 @@ def test_no_secret_of_the_server_reaches_the_process(
     rendering: Renderer, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("VEXPERT_SECRET", "x")
-    worker = renderer._Worker()
+    worker = renderer._Worker(1.0)
     worker.ask(json.dumps(["", {}, 1]))
     assert worker._process is not None
     environment = Path(f"/proc/{worker._process.pid}/environ")

@@ -22,7 +22,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vexpert.engine.template_errors import TEMPLATE_ERRORS
 
-SECONDS = 2.0  # of the processor, for one rendering
 MAX_BYTES = 2**30  # of memory
 MAX_ERROR = 1000  # characters of what a template says in its refusal
 
@@ -100,10 +99,14 @@ def _answer(line: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """The process: a rendering a line, an answer for each, until its input ends."""
+    """The process: a rendering a line, an answer for each, until its input ends.
+
+    Its argument: seconds of the processor that each may take.
+    """
+    seconds = float(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         answer = json.dumps(_answer(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)
