@@ -92,10 +92,11 @@ def _bind_and_serve(args: argparse.Namespace, boot: Boot) -> int:
     config = engine_config(args)
     limit_spinning()
 
-    from vexpert.server.listen import bind
+    from vexpert.server.listen import allow_many_files, bind
     from vexpert.server.tracing import check_endpoint
 
     check_endpoint(args.otlp_traces_endpoint)
+    allow_many_files()
     try:
         bound = bind(args.host, args.port)
     except OSError as error:
