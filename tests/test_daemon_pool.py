@@ -54,6 +54,7 @@ def test_what_waits_is_cancelled_by_close() -> None:
     pool.close()
     with pytest.raises(CancelledError):
         waiting.result(5)
+    assert pool.submit(int).cancelled()
     go.set()
     assert running.result(5)
 
