@@ -47,6 +47,8 @@ def build(config: EngineConfig, modules: Sequence[LoraModule], is_restart: bool)
         raise RuntimeError("planted")
     if config.model == "breaks later" and is_restart:
         raise RuntimeError("planted")
+    if config.model == "slow again" and is_restart:
+        time.sleep(3)
     engine = TouchyEngine(config)
     engine.step_seconds = 0.002
     for module in modules:

@@ -16,6 +16,7 @@ from helpers_server import BASE, make_fake_engine, serving, wait_for
 from test_engine_process import FAKE, LONG, is_gone
 from test_engine_process import serving as serving_process
 
+from vexpert.server import engine_process
 from vexpert.server.options import ServerOptions
 from vexpert.server.progress import EngineFailedError
 
@@ -144,3 +145,31 @@ def test_loads_may_take_longer_than_requests() -> None:
     with serving(engine, options) as running:
         body = {"lora_name": "more", "lora_path": "bundled"}
         assert running.post("/v1/load_lora_adapter", json=body).status_code == 200
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.5])
+def test_an_engine_that_is_stopped_while_it_starts_again_is_replaced(
+    monkeypatch: pytest.MonkeyPatch, seconds: float
+) -> None:
+    monkeypatch.setattr(engine_process, "BOOT_SILENCE", 1.0)
+
+    async def scenario() -> None:
+        with process_host("slow again") as host:
+            async with started(host, max_restarts=2) as engine:
+                first = host.pid
+                host.kill()
+                await until(lambda: host.pid != first)
+                second = host.pid
+                await asyncio.sleep(seconds)
+                assert engine.is_restarting
+                os.kill(second, signal.SIGSTOP)
+                await until(lambda: host.pid != second)
+                assert engine.failure is not None
+                assert "did not answer for 1 seconds" in str(engine.failure)
+                assert is_gone(second)
+                await until(lambda: engine.failure is None, 20)
+                sink = await submit(engine, "a")  # the messages are still whole
+                await until(lambda: is_ended(sink))
+                assert sink.text().startswith("abc")
+
+    asyncio.run(scenario())

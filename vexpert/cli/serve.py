@@ -142,12 +142,17 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket,
     check_modules(modules, names or (config.model,))
     _print_config(config, args)
     options = _server_options(args, config, names)  # before the model loads: it may be refused
+    from vexpert.server.progress import EngineFailedError
+
     engine = engine_process(config, args.log_format)
     try:
         engine.launch(modules)
         return _serve_engine(args, engine, options, bound, boot)
     except EngineEnded:
         return _say_why(engine)
+    except EngineFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     finally:
         engine.close()
         gc.unfreeze()
@@ -184,13 +189,9 @@ def _serve_engine(
         from vexpert.server.app import create_app
         from vexpert.server.engine_boot import settle
         from vexpert.server.listen import url_of
-        from vexpert.server.progress import EngineFailedError
         from vexpert.server.run import run as run_server
 
-        try:
-            engine.connect()
-        except EngineFailedError:
-            return _say_why(engine)
+        engine.connect()
     app = create_app(engine, options)
     settle()
     boot.check()

@@ -29,6 +29,7 @@ from vexpert.server.wire import Message, error_fields, first_message, read_error
 logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REFUSED = 2  # exit code: the engine told why it did not start
+BOOT_SILENCE = 300.0  # seconds without an answer: to load a library may block all threads
 END_SECONDS = 5.0  # to end well once the server said so
 Build = Callable[[EngineConfig, Sequence[LoraModule], bool], EngineProtocol]
 
@@ -67,6 +68,8 @@ class EngineProcess:
 
     def launch(self, modules: Sequence[LoraModule], is_restart: bool = False) -> None:
         self.modules = modules
+        if self._sock is not None and self._facts is None:
+            self._sock.close()  # of one that was never ready: nobody else has it
         mine, theirs = socket.socketpair()
         arguments = (theirs, self._build, self._config, modules, is_restart, self._log_format)
         process = multiprocessing.get_context("spawn").Process(
@@ -99,8 +102,7 @@ class EngineProcess:
                 self._tokenizer = self._tokenizer or self._read_tokenizer(self._config)
         except VexpertError as error:
             fault = error  # the engine, which reads more, may have a better reason
-        self._first = self._first or first_message(sock) or ["ended", self.wait()]
-        kind, told = self._first
+        kind, told = self._first = self._first or self._await_first(sock)
         if kind == "refused":
             raise read_error(told)
         if kind != "ready":
@@ -110,6 +112,14 @@ class EngineProcess:
         if self._tokenizer is None:
             raise EngineFailedError(f"the engine ended as it was ready: {self.wait()}")
         return EngineFacts(**(told | {"adapters": tuple(told["adapters"])}))
+
+    def _await_first(self, sock: socket.socket) -> Message:
+        """What the engine says first, or how it ended. EngineFailedError if it hangs."""
+        try:
+            return first_message(sock, BOOT_SILENCE) or ["ended", self.wait()]
+        except TimeoutError:
+            silence = f"its process did not answer for {BOOT_SILENCE:g} seconds"
+            raise EngineFailedError(f"the engine hangs as it starts: {silence}") from None
 
     @property
     def pid(self) -> int:
