@@ -114,3 +114,31 @@ def test_what_a_library_swallows_is_raised_again() -> None:
         with pytest.raises(Stopped):
             boot.check()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def make_another(kind: type[BaseException], cause: Callable[[], None]) -> None:
+    """As a library does whose parts are not in Python."""
+    try:
+        swallow(Stopped, cause)
+    finally:
+        raise kind("of the library")
+
+
+def test_what_a_library_makes_another_error_of_is_turned_back() -> None:
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped) as caught, Boot():
+        make_another(ValueError, end)
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(EngineEnded), Boot() as boot:
+        make_end(boot)
+    with pytest.raises(ValueError, match="by itself"), Boot():
+        raise ValueError("by itself")
+
+
+def make_end(boot: Boot) -> None:
+    engine = Waited()
+    with boot.watching(engine):
+        swallow(EngineEnded, engine.ended.set)
+        raise ValueError("of the library")

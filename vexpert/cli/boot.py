@@ -33,7 +33,8 @@ class Waitable(Protocol):
 class Boot:
     """Raises Stopped on the main thread, once a signal has come, until the end of the block.
 
-    A library may swallow it; `check` raises it again.
+    A library may swallow it, then `check` raises it again, or make another error of it, which the
+    end of the block turns back.
     """
 
     def __init__(self) -> None:
@@ -47,9 +48,11 @@ class Boot:
             self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *error: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if error is not None and self._is_stopped:
+            raise Stopped from error
 
     def check(self) -> None:
         """Raise Stopped if a signal has come."""
@@ -64,8 +67,12 @@ class Boot:
         threading.Thread(target=watch, name="vexpert-boot", daemon=True).start()
         try:
             yield
-        finally:
+        except BaseException as error:
             self._is_watching = False
+            if self._has_ended and not self._is_stopped:
+                raise EngineEnded from error
+            raise
+        self._is_watching = False
         if self._has_ended:
             raise EngineEnded
 
