@@ -7,6 +7,8 @@ from typing import Any
 from vexpert.engine.outputs import LogprobRow
 from vexpert.errors import RequestError
 
+OBJECT_BYTES = 256  # of a token, or a log-probability, with what it is kept in; measured
+
 
 class EngineFailedError(RuntimeError):
     """The engine has ended, or failed; no request can be answered unless it starts again."""
@@ -61,12 +63,13 @@ class Update:
     prompt_logprobs: list[LogprobRow | None] | None
 
     def size(self) -> int:
-        """Tokens and log-probabilities, which is what it takes memory for."""
-        return sum(_size(delta) for delta in self.deltas)
+        """Bytes that it takes in memory, roughly."""
+        return OBJECT_BYTES * sum(_objects(delta) for delta in self.deltas)
 
 
-def _size(delta: Delta) -> int:
-    return len(delta.token_ids) + sum(map(len, delta.logprobs or ()))
+def _objects(delta: Delta) -> int:
+    rows = delta.logprobs or ()
+    return 1 + len(delta.token_ids) + sum(1 + len(row) for row in rows)
 
 
 Failure = (  # of all requests, or of one

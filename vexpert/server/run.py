@@ -79,6 +79,8 @@ class Server(uvicorn.Server):
         self._is_hurried = True
         self.last_resort.start()
         self._service.engine.hurry()
+        if not self.started:
+            return
         abort = self._connections.abort_all
         self._loop.call_soon_threadsafe(self._loop.call_later, HURRIED_SECONDS, abort)
 
