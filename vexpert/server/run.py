@@ -20,7 +20,7 @@ from vexpert.server.service import Service
 
 CLOSE_SECONDS = 5  # for connections to close once their requests have ended
 HURRIED_SECONDS = 0.5  # the same after a second signal
-LAST_RESORT_SECONDS = 2.0  # after a second signal; then the process ends as it is
+LAST_RESORT_SECONDS = 3.0  # after a second signal; then the process ends as it is
 POLL_SECONDS = 0.02
 logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
