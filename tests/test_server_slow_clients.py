@@ -74,6 +74,7 @@ def test_what_is_kept_for_a_slow_client_is_bounded(
 def test_a_reader_that_keeps_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(generation, "MAX_BACKLOG", 2**20)
     engine = make_fake_engine()
+    engine.step_seconds = 0.005
     options = ServerOptions((BASE,), status_interval=None)
     with serving(engine, options) as running:
         answer = running.post("/v1/completions", json=LARGE | {"n": 8})
