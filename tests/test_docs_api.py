@@ -9,7 +9,7 @@ import httpx
 import pytest
 from helpers_serve import serve
 
-from vexpert.cli import serve as serve_command
+from vexpert.cli import serve_options
 from vexpert.cli.main import build_parser
 from vexpert.server.protocol.chat import ChatCompletionRequest
 from vexpert.server.protocol.completion import CompletionRequest
@@ -51,7 +51,7 @@ def test_the_configuration_file_is_read(tmp_path: Path) -> None:
 
 def test_every_option_of_the_server_is_told() -> None:
     parser = argparse.ArgumentParser()
-    serve_command._add_server_options(parser)
+    serve_options.add_server_options(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     told = set(re.findall(r"`(--[a-z-]+)", OPERATIONS))
     assert flags - {"-h", "--help"} <= told
