@@ -1,6 +1,6 @@
 """From logits to tokens: one token for each sequence that has its whole context computed."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
@@ -11,6 +11,10 @@ from vexpert.engine.logprobs import LogprobsCopy, TokenLogprobs
 from vexpert.engine.sampler_rows import SamplerRows
 from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.models.types import ModelInfo
+
+if TYPE_CHECKING:
+    from vexpert.kernels.argmax import Scratch
 
 NO_TOKEN = -1  # of a row whose logits, as adjusted, are not a distribution
 
@@ -28,7 +32,8 @@ class Sampling:
     def __init__(self, tokens: torch.Tensor, report: LogprobsCopy | None, asked: list[int]) -> None:
         """`report`: log-probabilities of the rows `asked`."""
         self.tokens = tokens  # [n] int64, on the device
-        self._copy = HostCopy([tokens])
+        # The next step may write its own there: on a GPU, after this copy.
+        self._copy = HostCopy([tokens if tokens.is_cuda else tokens.clone()])
         self._report = report
         self._asked = asked
 
@@ -49,25 +54,43 @@ class Sampler:
     its cumulative distribution: a row's tokens depend on nothing else in the batch.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, use_kernels: bool | None = None) -> None:
+        """`use_kernels`: where the logits are on a GPU, unless given."""
         self._generator = torch.Generator().manual_seed(seed)
         self._rows: SamplerRows | None = None  # of the last call
+        self._use_kernels = use_kernels
+        self._scratch: Scratch | None = None  # of the kernel that finds the largest
 
     def sample(self, logits: torch.Tensor, rows: list[SamplerState]) -> Sampled:
-        """`logits` [n, V] float32, unchanged; waits for the device.
+        """`logits` [n, V], float32 on a CPU, unchanged; waits for the device.
 
         A row gets NO_TOKEN if a logit is NaN or +inf, or none is finite, after all adjustments.
         """
         return self.begin(logits, rows).wait()
 
-    def begin(self, logits: torch.Tensor, rows: list[SamplerState]) -> Sampling:
-        """The same without the wait; `logits` may change once it returns."""
+    def begin(
+        self,
+        logits: torch.Tensor,
+        rows: list[SamplerState],
+        largest: torch.Tensor | None = None,
+    ) -> Sampling:
+        """The same without the wait; `logits` may change once it returns.
+
+        `largest` [n] int64, on a GPU, where it is known: the first likeliest token of each row of
+        `logits`, or NO_TOKEN. It becomes the chosen tokens, in place.
+        """
         if self._rows is None or self._rows.states != rows:
             self._rows = SamplerRows(rows, logits.device)
         seen = self._rows
-        if seen.are_plain():
-            return Sampling(_largest(logits), None, [])
-        tokens = self._choose(self._adjust(logits, rows), seen)
+        if seen.are_plain() and largest is not None:
+            return Sampling(largest, None, [])
+        is_adjusted = seen.are_adjusted()
+        adjusted = self._adjust(logits, rows) if is_adjusted else logits
+        if logits.is_cuda if self._use_kernels is None else self._use_kernels:
+            is_known = largest is not None and not is_adjusted
+            tokens = self._choose_by_kernels(adjusted, seen, largest, is_known)
+        else:
+            tokens = self._choose(adjusted, seen)
         asked = seen.asked
         report = None
         if asked:
@@ -75,15 +98,17 @@ class Sampler:
             report = LogprobsCopy(part, seen.of(tokens, asked).clamp(min=0), seen.counts)
         return Sampling(tokens, report, asked)
 
-    def rehearse(self, vocab_size: int, device: torch.device) -> None:
-        """Draw one token of nothing: on a GPU the kernel is compiled."""
-        state = SamplerState(SamplingParams(seed=0), [], ())
-        self.begin(torch.zeros(1, vocab_size, device=device), [state])
+    def rehearse(self, info: ModelInfo) -> None:
+        """Choose tokens of nothing: on a GPU the kernels are compiled."""
+        logits = torch.zeros(1, info.vocab_size, dtype=info.logits_dtype, device=info.device)
+        for temperature in (0.0, 1.0):
+            for bias in ({}, {0: 1.0}):
+                params = SamplingParams(seed=0, temperature=temperature, logit_bias=bias)
+                self.begin(logits, [SamplerState(params, [], ())])
 
     def _adjust(self, logits: torch.Tensor, rows: list[SamplerState]) -> torch.Tensor:
-        if not any(row.is_adjusted for row in rows):
-            return logits
-        logits = logits.clone()
+        """A copy of `logits` as biases, penalties and grammars leave them, float32."""
+        logits = logits.to(torch.float32, copy=True)
         add_biases(logits, rows)
         apply_penalties(logits, rows)
         matchers = [(i, row.matcher) for i, row in enumerate(rows) if row.matcher is not None]
@@ -94,10 +119,7 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: SamplerRows) -> torch.Tensor:
         if not rows.drawn:
             return _largest(logits)
-        if logits.is_cuda:
-            drawn = self._draw_on_gpu(logits, rows)
-        else:
-            drawn = self._draw(rows.of(logits, rows.drawn), rows)
+        drawn = self._draw(rows.of(logits, rows.drawn), rows)
         if len(rows.drawn) == len(rows.states):
             return drawn
         tokens = _largest(logits)
@@ -121,12 +143,32 @@ class Sampler:
         tokens = torch.searchsorted(cumulative, target, right=True)
         return torch.where(total.isfinite(), tokens, NO_TOKEN)[:, 0]
 
-    def _draw_on_gpu(self, logits: torch.Tensor, rows: SamplerRows) -> torch.Tensor:
-        """The same from all logits [n, V], in one launch, whatever the options."""
+    def _choose_by_kernels(
+        self, logits: torch.Tensor, rows: SamplerRows, tokens: torch.Tensor | None, is_known: bool
+    ) -> torch.Tensor:
+        """The same in at most two launches, in place in `tokens` [n] if they are given.
+
+        `is_known`: whether they are the largest of `logits` already.
+        """
         from vexpert.kernels.sample import sample  # needs Triton
 
-        uniforms = self._uniforms(rows).to(logits.device, non_blocking=True)
-        return sample(logits, rows.index(rows.drawn), rows.sample_limits, uniforms)
+        if len(rows.drawn) < len(rows.states) and not is_known:
+            tokens = self._largest_by_kernel(logits, tokens)
+        if tokens is None:
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if rows.drawn:
+            uniforms = self._uniforms(rows).to(logits.device, non_blocking=True)
+            sample(logits, rows.index(rows.drawn), rows.sample_limits, uniforms, tokens)
+        return tokens
+
+    def _largest_by_kernel(self, logits: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        """What `_largest` gives, in `tokens` [n] if they are given."""
+        from vexpert.kernels.argmax import Scratch, argmax_rows  # needs Triton
+
+        rows, vocab = logits.shape
+        if self._scratch is None or not self._scratch.holds(rows, vocab):
+            self._scratch = Scratch.empty(rows, vocab, logits.device)
+        return argmax_rows(logits, self._scratch, tokens)
 
     def _uniforms(self, rows: SamplerRows) -> torch.Tensor:
         """One number of [0, 1) for each drawn row, float64 [d], on the host."""

@@ -55,7 +55,11 @@ class SamplerRows:
 
     def are_plain(self) -> bool:
         """Whether all next tokens are the argmax of the raw logits, and nothing is reported."""
-        return self._is_simple and not any(row.is_adjusted for row in self._may_adjust)
+        return self._is_simple and not self.are_adjusted()
+
+    def are_adjusted(self) -> bool:
+        """Whether biases, penalties or a grammar change the logits of any row."""
+        return any(row.is_adjusted for row in self._may_adjust)
 
     def index(self, rows: list[int]) -> torch.Tensor:
         """`rows` as a tensor."""

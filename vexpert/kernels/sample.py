@@ -11,14 +11,14 @@ by bisection on the bits of s, whose order as integers is that of the numbers: 1
 
 | array | shape | holds |
 |---|---|---|
-| logits | [n, V] float32 | columns adjacent |
+| logits | [n, V] | columns adjacent |
 | rows | [d] int64 | rows of logits that are drawn from |
 | temperature | [d] float32 | > 0 |
 | log_min_p | [d] float32 | log(min_p); -inf: off |
 | top_k | [d] int64 | V or more: off |
 | top_p | [d] float64 | 1 or more: off |
 | uniforms | [d] float64 | of [0, 1) |
-| tokens | [d] int64 | -1: a logit is NaN or +inf, or none is finite |
+| tokens | [n] int64 | of rows drawn from; -1: a logit is NaN or +inf, or none is finite |
 """
 
 from typing import NamedTuple
@@ -48,7 +48,7 @@ class SampleLimits(NamedTuple):
 def _load(row, start, vocab, temperature, floor, BLOCK: tl.constexpr):
     """s of a block, and its integers in the order of s; below `floor` the least integer."""
     at = start + tl.arange(0, BLOCK)
-    x = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+    x = tl.load(row + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
     s = tl.math.div_rn(x, temperature)
     s = tl.where(s == 0.0, 0.0, s)  # one zero: -0.0 has other bits
     bits = s.to(tl.int32, bitcast=True)
@@ -116,17 +116,19 @@ def _sample_kernel(
     BLOCK: tl.constexpr,
 ):  # fmt: skip
     program = tl.program_id(0)
-    row = logits + tl.load(rows + program) * stride
+    index = tl.load(rows + program)
+    row = logits + index * stride
+    tokens += index
     temperature = tl.load(temperatures + program)
     m = float("-inf")
     is_bad = 0
     for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
         at = start + tl.arange(0, BLOCK)
-        x = tl.load(row + at, mask=at < vocab, other=float("-inf"))
+        x = tl.load(row + at, mask=at < vocab, other=float("-inf")).to(tl.float32)
         is_bad += tl.sum(((x != x) | (x == float("inf"))).to(tl.int32), 0)
         m = tl.maximum(m, tl.max(tl.math.div_rn(x, temperature), 0))
     if (is_bad > 0) | (m == float("-inf")):
-        tl.store(tokens + program, -1)
+        tl.store(tokens, -1)
         return
     m = tl.where(m == 0.0, 0.0, m)
     floor = m + tl.load(log_min_ps + program)
@@ -170,7 +172,7 @@ def _sample_kernel(
         before = after
         seen += at_cut
         start += BLOCK
-    tl.store(tokens + program, token)
+    tl.store(tokens, token)
 
 
 def sample(
@@ -178,13 +180,14 @@ def sample(
     rows: torch.Tensor,
     limits: SampleLimits,
     uniforms: torch.Tensor,
+    tokens: torch.Tensor,
     block: int = BLOCK,
-) -> torch.Tensor:
-    """tokens [d] int64, see above."""
+) -> None:
+    """Change `tokens` [n] int64 in place, see above; other rows' stay."""
     check_matrix("logits", logits)
-    assert logits.dtype == torch.float32, logits.dtype
+    assert tokens.shape == logits.shape[:1], (tokens.shape, logits.shape)
+    assert tokens.is_contiguous(), tokens.stride()
     assert limits.top_p.dtype == uniforms.dtype == torch.float64, (limits.top_p.dtype, uniforms)
-    tokens = torch.empty_like(rows)
     _sample_kernel[(rows.shape[0],)](
         logits,
         rows,
@@ -196,4 +199,3 @@ def sample(
         BLOCK=block,
         num_warps=NUM_WARPS,
     )
-    return tokens

@@ -184,4 +184,5 @@ def _info(
         device=device,
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         cache_bytes_per_token=elements * dtype.itemsize,
+        logits_dtype=seen.logits_dtype,
     )

@@ -1,0 +1,86 @@
+"""A decode step's own launches: its inputs, and the likeliest token of each row."""
+
+import pytest
+import torch
+
+from vexpert.kernels.argmax import Scratch, argmax_rows, reference_argmax_rows
+from vexpert.kernels.decode_inputs import decode_inputs, reference_decode_inputs
+
+INF, NAN = float("inf"), float("nan")
+DTYPES = [torch.float32, torch.bfloat16, torch.float16]
+DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
+
+
+def special_rows(vocab: int, dtype: torch.dtype) -> torch.Tensor:
+    """Rows of random logits, ties at borders, both zeros, and what is no distribution."""
+    generator = torch.Generator().manual_seed(vocab)
+    rows = torch.randn(13, vocab, generator=generator) * 3
+    rows[1] = rows[1].round().clamp(-1, 1)  # many ties
+    rows[2] = rows[2].abs().neg()  # all negative
+    rows[3] = -0.0
+    rows[3, vocab // 2 :] = 0.0  # equal: the first is meant
+    rows[4] = -5.0
+    rows[4, [vocab // 3, vocab - 1]] = 2.0
+    rows[5] = -INF
+    rows[5, vocab - 1] = -torch.finfo(dtype).max
+    rows[6] = -INF
+    rows[7, vocab - 1] = NAN
+    rows[8, 0] = -NAN
+    rows[9, vocab // 2] = INF
+    rows[10, ::2] = -INF
+    rows[11, vocab // 2] = torch.finfo(dtype).max
+    rows[12] = NAN
+    return rows.to(dtype)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize("vocab", [1, 5, 64, 777, 32000, 151936, 50257])
+def test_the_first_likeliest_token(vocab: int, dtype: torch.dtype, device: str) -> None:
+    if vocab > 1000 and dtype != torch.bfloat16 and device == "cpu":
+        pytest.skip("the interpreter is slow")
+    logits = special_rows(vocab, dtype).to(device)
+    block = 64 if vocab < 1000 else 4096
+    scratch = Scratch.empty(len(logits), vocab, logits.device, block)
+    want = reference_argmax_rows(logits)
+    assert want.tolist()[5:10] == [vocab - 1, -1, -1, -1, -1]
+    copy = torch.zeros(20, vocab, dtype=dtype, device=device)
+    for _ in range(2):  # the scratch is left as it was found
+        got = argmax_rows(logits, scratch, None, copy[: len(logits)], block)
+        assert torch.equal(got, want)
+    assert torch.equal(copy[: len(logits)].nan_to_num(7.0), logits.nan_to_num(7.0))
+    assert not copy[len(logits) :].any()
+    assert not scratch.arrivals.any()
+
+
+def test_rows_further_apart_and_tokens_in_place() -> None:
+    logits = special_rows(90, torch.float32)[:, :70]
+    tokens = torch.full((15,), 99)
+    scratch = Scratch.empty(13, 70, logits.device, 16)
+    assert argmax_rows(logits, scratch, tokens[1:14], block=16).data_ptr() == tokens[1:].data_ptr()
+    assert torch.equal(tokens[1:14], reference_argmax_rows(logits))
+    assert tokens[[0, 14]].tolist() == [99, 99]
+    assert scratch.holds(13, 70, 16)
+    assert not scratch.holds(14, 70, 16)
+    assert not scratch.holds(13, 97, 16)
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("rows", [1, 3, 128, 300])
+def test_inputs_of_a_decode_step(rows: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(rows)
+    width, spare = 7, rows * 7
+    known = torch.randint(-1, 500, (2 * rows,), generator=generator)
+    sources = torch.randint(0, 2 * rows, (rows,), generator=generator)
+    cells = torch.arange(rows) * width + torch.randint(0, width, (rows,), generator=generator)
+    cells[::2] = spare
+    blocks = torch.randint(0, 900, (rows,), generator=generator)
+    tables = torch.randint(0, 900, (rows + 1, width), generator=generator)
+    arrays = [array.to(device) for array in (cells, blocks, tables, sources, known)]
+    changed = arrays[2].clone()
+    want = reference_decode_inputs(*arrays[:2], changed, *arrays[3:])
+    got = decode_inputs(*arrays[:2], arrays[2].view(-1), *arrays[3:])
+    assert torch.equal(got, want)
+    assert torch.equal(arrays[2][:rows], changed[:rows])
+    assert torch.equal(arrays[2][rows, 1:], changed[rows, 1:])  # the spare cell: any of them
+    assert (got >= 0).all()
