@@ -5,6 +5,10 @@ import torch
 
 from vexpert.kernels.argmax import Scratch, argmax_rows, reference_argmax_rows
 from vexpert.kernels.decode_inputs import decode_inputs, reference_decode_inputs
+from vexpert.kernels.embed import embed
+from vexpert.kernels.norms import Norm, reference_rms_norm
+from vexpert.kernels.rms_norm import rms_norm
+from vexpert.kernels.rope_angles import LAYOUTS, Angles, rope_angles
 
 INF, NAN = float("inf"), float("nan")
 DTYPES = [torch.float32, torch.bfloat16, torch.float16]
@@ -84,3 +88,27 @@ def test_inputs_of_a_decode_step(rows: int, device: str) -> None:
     assert torch.equal(arrays[2][:rows], changed[:rows])
     assert torch.equal(arrays[2][rows, 1:], changed[rows, 1:])  # the spare cell: any of them
     assert (got >= 0).all()
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("width", "form"), [(40, "rounded"), (256, "one_plus"), (1500, "plain")])
+def test_head_of_a_step(width: int, form: str, dtype: torch.dtype, device: str) -> None:
+    """What separate launches give, bit for bit but for the norm's sum."""
+    generator = torch.Generator().manual_seed(width)
+    table = torch.randn(30, width, generator=generator).to(device, dtype)
+    weight = torch.randn(width, generator=generator).to(device, dtype)
+    norm = Norm(None if form == "plain" else weight, width, 1e-5, form)
+    tokens = torch.tensor([29, 0, 7, 7, 12], device=device)
+    positions = torch.tensor([0, 3, 70, 4000, 1], device=device)
+    frequencies = 10000.0 ** (-torch.arange(6, device=device) / 6)
+    for layout in (None, *LAYOUTS):
+        angles = None if layout is None else Angles(frequencies, 1.3, layout, dtype)
+        got = embed(tokens, table, norm, None if angles is None else positions, angles)
+        assert torch.equal(got.hidden, table[tokens])
+        for want in (rms_norm(got.hidden, norm), reference_rms_norm(got.hidden, norm)):
+            torch.testing.assert_close(got.normed, want)
+        assert (got.angles is None) == (angles is None)
+        if angles is not None and got.angles is not None:
+            for part, want in zip(got.angles, rope_angles(positions, angles), strict=True):
+                assert torch.equal(part, want)

@@ -56,11 +56,10 @@ class GraphBuffers:
             self.logits = torch.zeros(most, info.vocab_size, dtype=dtype, device=device)
             self._scratch: Scratch | None = None
             if self._use_kernels:
-                from vexpert.kernels.argmax import Scratch  # needs Triton
-                from vexpert.kernels.common import can_use_pdl
+                from vexpert.kernels import argmax, common  # need Triton
 
-                self._scratch = Scratch.empty(most, info.vocab_size, device)
-                self._pdl = can_use_pdl(device)
+                self._scratch = argmax.Scratch.empty(most, info.vocab_size, device)
+                self._pdl = common.can_use_pdl(device)
         self.parts = [self._flat[a:b] for a, b in row_bounds(most)]
         self._fill()
 
