@@ -10,8 +10,9 @@ import torch
 from helpers_engine import EagerCapturer, greedy, make_engine, run_all
 from helpers_mixed import alone, facts, random_work, together
 
-from vexpert.engine import boot, engine
+from vexpert.engine import boot, engine, grammar, sampler
 from vexpert.engine.engine import Engine
+from vexpert.engine.grammar import Matcher
 from vexpert.engine.graph_buffers import GraphBuffers
 from vexpert.engine.sampler import NO_TOKEN, Sampler
 from vexpert.engine.sampler_state import SamplerState
@@ -25,6 +26,12 @@ MIXTURES: list[list[dict[str, Any]]] = [
     [{"temperature": 0.0, "logit_bias": {3: 9.0}}, {"temperature": 0.0}],
     [{"temperature": 0.0, "logit_bias": {3: 9.0}}, {"temperature": 1.0, "seed": 5}],
     [{"temperature": 1.0, "seed": 5, "logit_bias": {3: 9.0}}],
+    [
+        {"temperature": 0.0, "repetition_penalty": 1.3, "logit_bias": {9: -1.0, 3: 2.0}},
+        {"temperature": 0.0},
+        {"temperature": 1.0, "seed": 8, "frequency_penalty": 0.3, "presence_penalty": 0.2},
+    ],
+    [{"temperature": 0.0, "min_tokens": 5}, {"temperature": 0.7, "seed": 4, "min_tokens": 2}],
     [{"temperature": 0.0, "logprobs": 2}, {"temperature": 1.0, "seed": 6, "logprobs": 3}],
 ]
 
@@ -96,12 +103,12 @@ def test_a_sampler_with_kernels(
     results = []
     for use_kernels in (False, True):
         rows = [SamplerState(SamplingParams(**each), [], (1,)) for each in options]
-        sampler = Sampler(0, use_kernels)
+        chooser = Sampler(0, use_kernels)
         largest = None
         if use_kernels and in_place:
             largest = logits.float().argmax(-1)
         given = logits.clone() if use_kernels else logits.float()
-        sampling = sampler.begin(given, rows, largest)
+        sampling = chooser.begin(given, rows, largest)
         if largest is not None:
             assert sampling.tokens is largest
         results.append(sampling.wait())
@@ -115,3 +122,37 @@ def test_rows_without_a_token() -> None:
     rows = [SamplerState(SamplingParams(temperature=0.0), [], (1,)) for _ in range(4)]
     got = Sampler(0, use_kernels=True).sample(logits, rows).token_ids
     assert got == [NO_TOKEN] * 3 + [int(logits[3].argmax())]
+
+
+class FixedMatcher(Matcher):
+    """Allows the same tokens always."""
+
+    def __init__(self, allowed: list[int]) -> None:
+        self.allowed = allowed
+
+
+def fill_fixed(matchers: list[FixedMatcher], vocab_size: int) -> torch.Tensor:
+    masks = torch.zeros(len(matchers), 3, dtype=torch.int64)
+    for mask, matcher in zip(masks, matchers, strict=True):
+        for token in matcher.allowed:
+            mask[token // 32] |= 1 << token % 32
+    return masks.to(torch.int32)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_grammars(temperature: float, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (grammar, sampler):
+        monkeypatch.setattr(module, "fill_mask", fill_fixed)
+    logits = torch.randn(4, 70, generator=torch.Generator().manual_seed(3)).bfloat16()
+    allowed = [None, [31, 64, 69], [], [7]]
+    results = []
+    for use_kernels in (False, True):
+        rows = []
+        for seed, tokens in enumerate(allowed):
+            matcher = None if tokens is None else FixedMatcher(tokens)
+            params = SamplingParams(temperature=temperature, seed=seed, logit_bias={7: -0.5})
+            rows.append(SamplerState(params, [], (1,), matcher=matcher))
+        results.append(Sampler(0, use_kernels).sample(logits.float(), rows).token_ids)
+    assert results[0] == results[1]
+    assert results[1][1] in (31, 64, 69)
+    assert results[1][2:] == [NO_TOKEN, 7]

@@ -1,8 +1,14 @@
 """A decode step's own launches: its inputs, and the likeliest token of each row."""
 
+import itertools
+
+import numpy as np
 import pytest
 import torch
 
+from vexpert.engine.grammar import unpack
+from vexpert.engine.logit_adjust import Changes
+from vexpert.kernels.adjust_logits import change_logits, mask_rows
 from vexpert.kernels.argmax import Scratch, argmax_rows, reference_argmax_rows
 from vexpert.kernels.decode_inputs import decode_inputs, reference_decode_inputs
 from vexpert.kernels.embed import embed
@@ -38,11 +44,14 @@ def special_rows(vocab: int, dtype: torch.dtype) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("dtype", DTYPES)
-@pytest.mark.parametrize("vocab", [1, 5, 64, 777, 32000, 151936, 50257])
+@pytest.mark.parametrize(
+    ("vocab", "dtype"),
+    [
+        *itertools.product([1, 5, 64, 777], DTYPES),
+        *((vocab, torch.bfloat16) for vocab in (32000, 50257, 151936)),
+    ],
+)
 def test_the_first_likeliest_token(vocab: int, dtype: torch.dtype, device: str) -> None:
-    if vocab > 1000 and dtype != torch.bfloat16 and device == "cpu":
-        pytest.skip("the interpreter is slow")
     logits = special_rows(vocab, dtype).to(device)
     block = 64 if vocab < 1000 else 4096
     scratch = Scratch.empty(len(logits), vocab, logits.device, block)
@@ -112,3 +121,38 @@ def test_head_of_a_step(width: int, form: str, dtype: torch.dtype, device: str) 
         if angles is not None and got.angles is not None:
             for part, want in zip(got.angles, rope_angles(positions, angles), strict=True):
                 assert torch.equal(part, want)
+
+
+@pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("count", [1, 40, 700])
+def test_changes_of_single_logits(count: int, device: str) -> None:
+    """Bit for bit, so each step is rounded."""
+    rng = np.random.default_rng(count)
+    logits = special_rows(100, torch.float32)
+    where = rng.permutation(logits.numel())[:count]
+    changes = Changes(where // 100, where % 100, rng.uniform(0.3, 3, count), rng.normal(size=count))
+    changes.shifts[::5] = INF
+    want = logits.clone()
+    index = torch.from_numpy(changes.rows), torch.from_numpy(changes.tokens)
+    factor, shift = (torch.from_numpy(each).float() for each in changes[2:])
+    values = want[index]
+    want[index] = torch.where(values > 0, values / factor, values * factor) - shift
+    got = logits.to(device)
+    change_logits(got, changes.packed().to(device))
+    assert torch.equal(got.cpu().nan_to_num(77.0), want.nan_to_num(77.0))
+
+
+@pytest.mark.parametrize("device", DEVICES)
+@pytest.mark.parametrize("vocab", [5, 64, 777, 32001])
+def test_masks_of_rows(vocab: int, device: str) -> None:
+    generator = torch.Generator().manual_seed(vocab)
+    words = -(-vocab // 32)
+    mask = torch.randint(-(2**31), 2**31, (3, words), generator=generator).to(torch.int32)
+    logits = special_rows(vocab, torch.float32)
+    rows = torch.tensor([11, 0, 7])
+    want = logits.clone()
+    want[rows] = want[rows].masked_fill(~unpack(mask, vocab), -INF)
+    got = logits.to(device)
+    mask_rows(got, rows.to(device), mask.to(device), block=64 if vocab < 1000 else 4096)
+    assert torch.equal(got.cpu().nan_to_num(77.0), want.nan_to_num(77.0))

@@ -1,4 +1,4 @@
-"""Results on their way from the device to the host, without a wait where they are asked for."""
+"""Copies between host and device without a wait where they are asked for."""
 
 import torch
 
@@ -20,3 +20,8 @@ class HostCopy:
         if self._copied is not None:
             self._copied.synchronize()
         return self._tensors
+
+
+def to_device(tensor: torch.Tensor, device: torch.device) -> torch.Tensor:
+    """`tensor` of the host on `device`, without a wait; on a CPU itself."""
+    return tensor.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else tensor

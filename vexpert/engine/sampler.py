@@ -4,11 +4,18 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vexpert.engine.grammar import mask_logits
-from vexpert.engine.host_copy import HostCopy
-from vexpert.engine.logit_adjust import add_biases, apply_min_p, apply_penalties, keep_top
+from vexpert.engine.grammar import BITS, fill_mask, mask_logits
+from vexpert.engine.host_copy import HostCopy, to_device
+from vexpert.engine.logit_adjust import (
+    add_biases,
+    apply_min_p,
+    apply_penalties,
+    bias_changes,
+    keep_top,
+    penalty_changes,
+)
 from vexpert.engine.logprobs import LogprobsCopy, TokenLogprobs
-from vexpert.engine.sampler_rows import SamplerRows
+from vexpert.engine.sampler_rows import SamplerRows, find_matchers
 from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.models.types import ModelInfo
@@ -84,13 +91,11 @@ class Sampler:
         seen = self._rows
         if seen.are_plain() and largest is not None:
             return Sampling(largest, None, [])
-        is_adjusted = seen.are_adjusted()
-        adjusted = self._adjust(logits, rows) if is_adjusted else logits
         if logits.is_cuda if self._use_kernels is None else self._use_kernels:
-            is_known = largest is not None and not is_adjusted
-            tokens = self._choose_by_kernels(adjusted, seen, largest, is_known)
+            tokens = self._choose_by_kernels(logits, seen, largest)
         else:
-            tokens = self._choose(adjusted, seen)
+            assert largest is None, "it is only known where kernels are used"
+            tokens = self._choose(self._adjust(logits, rows), seen)
         asked = seen.asked
         report = None
         if asked:
@@ -105,13 +110,20 @@ class Sampler:
             for bias in ({}, {0: 1.0}):
                 params = SamplingParams(seed=0, temperature=temperature, logit_bias=bias)
                 self.begin(logits, [SamplerState(params, [], ())])
+        if info.device.type == "cuda":
+            from vexpert.kernels.adjust_logits import mask_rows  # needs Triton
+
+            words = -(-info.vocab_size // BITS)
+            mask = torch.zeros(1, words, dtype=torch.int32, device=info.device)
+            mask_rows(logits.float(), torch.zeros(1, dtype=torch.int64, device=info.device), mask)
 
     def _adjust(self, logits: torch.Tensor, rows: list[SamplerState]) -> torch.Tensor:
-        """A copy of `logits` as biases, penalties and grammars leave them, float32."""
-        logits = logits.to(torch.float32, copy=True)
+        if not any(row.is_adjusted for row in rows):
+            return logits
+        logits = logits.clone()
         add_biases(logits, rows)
         apply_penalties(logits, rows)
-        matchers = [(i, row.matcher) for i, row in enumerate(rows) if row.matcher is not None]
+        matchers = find_matchers(rows)
         if matchers:
             mask_logits(logits, matchers)
         return logits
@@ -144,14 +156,14 @@ class Sampler:
         return torch.where(total.isfinite(), tokens, NO_TOKEN)[:, 0]
 
     def _choose_by_kernels(
-        self, logits: torch.Tensor, rows: SamplerRows, tokens: torch.Tensor | None, is_known: bool
+        self, logits: torch.Tensor, rows: SamplerRows, largest: torch.Tensor | None
     ) -> torch.Tensor:
-        """The same in at most two launches, in place in `tokens` [n] if they are given.
-
-        `is_known`: whether they are the largest of `logits` already.
-        """
+        """The tokens [n], in place of `largest` if it is given; see `begin`."""
         from vexpert.kernels.sample import sample  # needs Triton
 
+        tokens, is_known = largest, largest is not None
+        if rows.are_adjusted():
+            logits, is_known = _adjust_by_kernels(logits, rows), False
         if len(rows.drawn) < len(rows.states) and not is_known:
             tokens = self._largest_by_kernel(logits, tokens)
         if tokens is None:
@@ -173,6 +185,22 @@ class Sampler:
     def _uniforms(self, rows: SamplerRows) -> torch.Tensor:
         """One number of [0, 1) for each drawn row, float64 [d], on the host."""
         return rows.uniforms(self._generator)
+
+
+def _adjust_by_kernels(logits: torch.Tensor, rows: SamplerRows) -> torch.Tensor:
+    """A copy of `logits` as biases, penalties and grammars leave them, float32."""
+    from vexpert.kernels.adjust_logits import change_logits, mask_rows  # needs Triton
+
+    device = logits.device
+    logits = logits.to(torch.float32, copy=True)
+    for changes in (bias_changes(rows.states), penalty_changes(rows.states)):
+        if changes is not None:
+            change_logits(logits, to_device(changes.packed(), device))
+    if rows.matchers:
+        constrained = rows.index([row for row, _ in rows.matchers])
+        mask = fill_mask([matcher for _, matcher in rows.matchers], logits.shape[1])
+        mask_rows(logits, constrained, to_device(mask, device))
+    return logits
 
 
 def _largest(logits: torch.Tensor) -> torch.Tensor:
