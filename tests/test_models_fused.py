@@ -167,6 +167,7 @@ def test_planted_errors_are_seen() -> None:
 def test_adapters_equal_merged_weights(model_type: str) -> None:
     served = fused(tiny_model(model_type), enable_lora=True, max_lora_rank=4, max_loras=2)
     assert counts(served)[1:3] == (2, WHOLE[model_type][0])
+    assert len(forwards(served, FusedEmbedding)) == 1
     pool = SlotPool(served.targets, 2, 1 << 22, torch.device(DEVICE), torch.float32)
     served.lora.tables = pool.tables
     adapters = [random_adapter(served.targets, seed, 3) for seed in (1, 2)]
