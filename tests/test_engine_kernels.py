@@ -2,21 +2,24 @@
 
 import functools
 import random
-from contextlib import nullcontext
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import pytest
 import torch
-from helpers_engine import EagerCapturer, greedy, make_engine, run_all
+from helpers_engine import EagerCapturer, FakeManager, greedy, make_engine, run_all
 from helpers_mixed import alone, facts, random_work, together
 
 from vexpert.engine import boot, engine, grammar, sampler
 from vexpert.engine.engine import Engine
 from vexpert.engine.grammar import Matcher
 from vexpert.engine.graph_buffers import GraphBuffers
+from vexpert.engine.host_copy import Landing, Largest
 from vexpert.engine.sampler import NO_TOKEN, Sampler
 from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.lora.types import BatchView, LoraSignature
 
 PROMPT = [5, 9, 2, 30, 7, 8]
 MIXTURES: list[list[dict[str, Any]]] = [
@@ -36,12 +39,21 @@ MIXTURES: list[list[dict[str, Any]]] = [
 ]
 
 
+def view_of_later_slots(
+    self: FakeManager, slots: torch.Tensor, logit_slots: torch.Tensor, active: tuple[int, ...]
+) -> BatchView | None:
+    """The step itself brings the slots to the device; the fake model compares them then."""
+    signature = LoraSignature((16,), len(active))
+    return BatchView(slots, logit_slots, active, True, signature) if active else None
+
+
 @pytest.fixture
 def kernels(monkeypatch: pytest.MonkeyPatch) -> None:
     """Engines use kernels, on whatever device."""
     for module, made in ((boot, GraphBuffers), (engine, Sampler)):
         chosen = functools.partial(made, use_kernels=True)
         monkeypatch.setattr(module, made.__name__, chosen)
+    monkeypatch.setattr(FakeManager, "batch_view", view_of_later_slots)
 
 
 def captured(**options: Any) -> Engine:
@@ -75,7 +87,7 @@ def test_greedy_tokens_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
 
     def watched(self: Sampler, logits: torch.Tensor, rows: Any, largest: Any = None) -> Any:
         sampling = begin(self, logits, rows, largest)
-        known.append(largest is not None and sampling.tokens.data_ptr() == largest.data_ptr())
+        known.append(largest is not None and sampling.tokens is largest.tokens)
         return sampling
 
     monkeypatch.setattr(Sampler, "begin", watched)
@@ -85,9 +97,23 @@ def test_greedy_tokens_stay_on_the_device(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.usefixtures("kernels")
 def test_planted_captures_that_lose_the_last_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
+    @contextmanager
+    def only_the_turn(self: GraphBuffers) -> Iterator[None]:
+        assert self._mailbox is not None
+        before = self._mailbox.turn.clone()
+        yield
+        self._mailbox.turn.copy_(before)
+
     want = serve(make_engine())
-    monkeypatch.setattr(GraphBuffers, "rehearsal", lambda self: nullcontext())
+    monkeypatch.setattr(GraphBuffers, "rehearsal", only_the_turn)
     assert serve(captured()) != want
+
+
+@pytest.mark.usefixtures("kernels")
+def test_planted_captures_that_count_as_steps(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GraphBuffers, "rehearsal", lambda self: nullcontext())
+    with pytest.raises(AssertionError):  # the fake model gets rows of another step
+        serve(captured())
 
 
 @pytest.mark.parametrize("options", MIXTURES)
@@ -106,11 +132,12 @@ def test_a_sampler_with_kernels(
         chooser = Sampler(0, use_kernels)
         largest = None
         if use_kernels and in_place:
-            largest = logits.float().argmax(-1)
+            tokens = logits.float().argmax(-1)
+            largest = Largest(tokens, Landing([tokens.clone()], None))
         given = logits.clone() if use_kernels else logits.float()
         sampling = chooser.begin(given, rows, largest)
         if largest is not None:
-            assert sampling.tokens is largest
+            assert sampling.tokens is largest.tokens
         results.append(sampling.wait())
         assert torch.equal(given.float(), logits.float())
     assert results[0] == results[1]

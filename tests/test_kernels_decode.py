@@ -6,11 +6,12 @@ import numpy as np
 import pytest
 import torch
 
+from vexpert.engine.decode_rows import RowArrays, buffer_size, row_bounds
 from vexpert.engine.grammar import unpack
 from vexpert.engine.logit_adjust import Changes
 from vexpert.kernels.adjust_logits import change_logits, mask_rows
 from vexpert.kernels.argmax import Scratch, argmax_rows, reference_argmax_rows
-from vexpert.kernels.decode_inputs import decode_inputs, reference_decode_inputs
+from vexpert.kernels.decode_inputs import decode_inputs
 from vexpert.kernels.embed import embed
 from vexpert.kernels.norms import Norm, reference_rms_norm
 from vexpert.kernels.rms_norm import rms_norm
@@ -59,7 +60,7 @@ def test_the_first_likeliest_token(vocab: int, dtype: torch.dtype, device: str) 
     assert want.tolist()[5:10] == [vocab - 1, -1, -1, -1, -1]
     copy = torch.zeros(20, vocab, dtype=dtype, device=device)
     for _ in range(2):  # the scratch is left as it was found
-        got = argmax_rows(logits, scratch, None, copy[: len(logits)], block)
+        got = argmax_rows(logits, scratch, None, copy[: len(logits)], block=block)
         assert torch.equal(got, want)
     assert torch.equal(copy[: len(logits)].nan_to_num(7.0), logits.nan_to_num(7.0))
     assert not copy[len(logits) :].any()
@@ -78,25 +79,61 @@ def test_rows_further_apart_and_tokens_in_place() -> None:
     assert not scratch.holds(13, 97, 16)
 
 
+def plain_inputs(
+    own: RowArrays, chosen: torch.Tensor, flat: RowArrays, tables: np.ndarray, size: int
+) -> np.ndarray:
+    """What decode_inputs does, row by row."""
+    for name in ("positions", "cache_rows", "kv_lens", "slots"):
+        getattr(flat, name)[:size] = getattr(own, name)[:size]
+    flat.query_starts[: size + 1] = own.query_starts[: size + 1]
+    tables[own.cells[:size]] = own.blocks[:size]
+    known = np.concatenate([chosen.cpu().numpy(), own.token_ids])
+    return np.maximum(known[own.sources[:size]], 0)
+
+
+def views(array: np.ndarray, most: int) -> RowArrays:
+    return RowArrays(*(array[start:end] for start, end in row_bounds(most)))
+
+
 @pytest.mark.parametrize("device", DEVICES)
-@pytest.mark.parametrize("rows", [1, 3, 128, 300])
-def test_inputs_of_a_decode_step(rows: int, device: str) -> None:
-    generator = torch.Generator().manual_seed(rows)
-    width, spare = 7, rows * 7
-    known = torch.randint(-1, 500, (2 * rows,), generator=generator)
-    sources = torch.randint(0, 2 * rows, (rows,), generator=generator)
-    cells = torch.arange(rows) * width + torch.randint(0, width, (rows,), generator=generator)
-    cells[::2] = spare
-    blocks = torch.randint(0, 900, (rows,), generator=generator)
-    tables = torch.randint(0, 900, (rows + 1, width), generator=generator)
-    arrays = [array.to(device) for array in (cells, blocks, tables, sources, known)]
-    changed = arrays[2].clone()
-    want = reference_decode_inputs(*arrays[:2], changed, *arrays[3:])
-    got = decode_inputs(*arrays[:2], arrays[2].view(-1), *arrays[3:])
-    assert torch.equal(got, want)
-    assert torch.equal(arrays[2][:rows], changed[:rows])
-    assert torch.equal(arrays[2][rows, 1:], changed[rows, 1:])  # the spare cell: any of them
-    assert (got >= 0).all()
+@pytest.mark.parametrize(("size", "most"), [(1, 1), (1, 7), (5, 7), (128, 128), (1030, 1100)])
+def test_inputs_of_a_decode_step(size: int, most: int, device: str) -> None:
+    """Three places in turn, read in the host's own memory; the graph's rows are some of all."""
+    rng = np.random.default_rng(size)
+    width = 7
+    given = torch.zeros(3, buffer_size(most), dtype=torch.int64, pin_memory=device == "cuda")
+    turn = torch.full((1,), 4, dtype=torch.int64, device=device)
+    chosen = torch.from_numpy(rng.integers(-1, 500, most)).to(device)
+    flat = np.full(buffer_size(most), 77)
+    tables = rng.integers(0, 900, (most + 1) * width)
+    flat_there, tables_there = torch.tensor(flat).to(device), torch.tensor(tables).to(device)
+    for place in (1, 2, 0, 1):
+        own = views(given[place].numpy(), most)
+        for array in own:
+            array[:] = rng.integers(0, 999, len(array))
+        own.cells[:] = np.arange(most) * width + rng.integers(0, width, most)
+        own.sources[:] = rng.integers(0, 2 * most, most)
+        want = plain_inputs(own, chosen, views(flat, most), tables, size)
+        got = decode_inputs(given, turn, chosen, flat_there, tables_there, size)
+        assert got.tolist() == want.tolist()
+        assert flat_there.tolist() == flat.tolist()
+        assert tables_there.tolist() == tables.tolist()
+    assert turn.tolist() == [8]
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_tokens_are_told_to_the_host(device: str) -> None:
+    logits = special_rows(70, torch.float32).to(device)
+    scratch = Scratch.empty(13, 70, logits.device, 16)
+    told = torch.full((3, 20), 77, pin_memory=device == "cuda")
+    for turn in (5, 6):
+        now = torch.tensor([turn], device=device)
+        tokens = argmax_rows(logits, scratch, None, None, told, now, block=16)
+        if device == "cuda":
+            torch.cuda.synchronize()
+        assert torch.equal(told[(turn - 1) % 3, :13], tokens.cpu())
+    assert (told[:, 13:] == 77).all()
+    assert (told[0] == 77).all()
 
 
 @pytest.mark.parametrize("device", DEVICES)

@@ -8,6 +8,8 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vexpert.engine.decode_rows import DecodeRows, RowArrays, buffer_size, row_bounds
+from vexpert.engine.host_copy import Largest
+from vexpert.engine.mailbox import Mailbox
 from vexpert.engine.scheduler import Chunk
 from vexpert.engine.staging import Staging
 from vexpert.lora.types import BatchView
@@ -21,7 +23,7 @@ class Decoded(NamedTuple):
     """What a step of n rows gave; valid until the next step."""
 
     logits: torch.Tensor  # [n, V]
-    largest: torch.Tensor | None  # [n] int64: see `Sampler.begin`; None: not looked for
+    largest: Largest | None  # None: not looked for
 
 
 class GraphBuffers:
@@ -55,11 +57,13 @@ class GraphBuffers:
             dtype = info.logits_dtype if self._use_kernels else torch.float32
             self.logits = torch.zeros(most, info.vocab_size, dtype=dtype, device=device)
             self._scratch: Scratch | None = None
+            self._mailbox: Mailbox | None = None
             if self._use_kernels:
                 from vexpert.kernels import argmax, common  # need Triton
 
                 self._scratch = argmax.Scratch.empty(most, info.vocab_size, device)
                 self._pdl = common.can_use_pdl(device)
+                self._mailbox = Mailbox(buffer_size(most), most, device)
         self.parts = [self._flat[a:b] for a, b in row_bounds(most)]
         self._fill()
 
@@ -93,22 +97,27 @@ class GraphBuffers:
         self._fill()
 
     def _fill(self) -> None:
-        self._staging.fill(self._flat, self.rows.buffer)
+        if self._mailbox is None:
+            self._staging.fill(self._flat, self.rows.buffer)
+        else:
+            self._mailbox.write(self.rows.buffer)
 
     def begin(self, size: int) -> torch.Tensor:
         """Token of each row, [size] int64, from the host or the step before: part of a graph.
 
         The step's new block ids go to the tables.
         """
+        if self._mailbox is not None:
+            from vexpert.kernels.decode_inputs import decode_inputs  # needs Triton
+
+            box = self._mailbox
+            tables = self._tables.view(-1)
+            return decode_inputs(
+                *(box.given, box.turn, self._chosen, self._flat, tables, size, self._pdl)
+            )
         cells, blocks, sources = (
             self._part(name)[:size] for name in ("cells", "blocks", "sources")
         )
-        if self._use_kernels:
-            from vexpert.kernels.decode_inputs import decode_inputs  # needs Triton
-
-            return decode_inputs(
-                cells, blocks, self._tables.view(-1), sources, self._tokens, self._pdl
-            )
         self._tables.view(-1).scatter_(0, cells, blocks)
         # NO_TOKEN becomes any other: its sequence ends there.
         return self._tokens.index_select(0, sources).clamp(min=0)
@@ -117,25 +126,31 @@ class GraphBuffers:
         """Keep a step's `logits` [size, V]: part of a graph."""
         size = len(logits)
         kept = self.logits[:size]
-        if self._scratch is None:
+        if self._scratch is None or self._mailbox is None:
             kept[:] = logits
             return
         from vexpert.kernels.argmax import argmax_rows  # needs Triton
 
-        argmax_rows(logits, self._scratch, self._chosen[:size], kept, pdl=self._pdl)
+        told = self._mailbox.told, self._mailbox.turn
+        argmax_rows(logits, self._scratch, self._chosen[:size], kept, *told, pdl=self._pdl)
 
     def decoded(self, count: int) -> Decoded:
-        """What the last step gave for its first `count` rows."""
-        return Decoded(self.logits[:count], self._chosen[:count] if self._use_kernels else None)
+        """What the step that has just been begun gives for its first `count` rows."""
+        largest = None
+        if self._mailbox is not None:
+            largest = Largest(self._chosen[:count], self._mailbox.end(count))
+        return Decoded(self.logits[:count], largest)
 
     @contextmanager
     def rehearsal(self) -> Iterator[None]:
-        """Inside, steps may run once more than they are meant to: each reads the same tokens."""
-        saved = self._chosen.clone()
+        """Inside, a step may run more often than once: each time it reads the same."""
+        changing = [self._chosen] if self._mailbox is None else [self._chosen, self._mailbox.turn]
+        saved = [tensor.clone() for tensor in changing]
         try:
             yield
         finally:
-            self._chosen.copy_(saved)
+            for tensor, before in zip(changing, saved, strict=True):
+                tensor.copy_(before)
 
     def step(self, size: int, view: BatchView | None) -> StepInput:
         """The first `size` rows as a step; its tensors are the buffers themselves."""

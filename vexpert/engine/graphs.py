@@ -9,6 +9,7 @@ import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
@@ -162,6 +163,10 @@ class DecodeGraphs:
         self._lora[key] = replay
         if len(self._lora) > MOST_LORA_GRAPHS:
             self._lora.popitem(last=False)
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Inside, `last` may be called any number of times: no later step is changed."""
+        return self._buffers.rehearsal()
 
     def rehearse(self) -> None:
         """Run the base model's graphs on padding alone, without a capture: kernels compile."""

@@ -8,6 +8,7 @@ import torch
 from vexpert.engine.adapters import AdapterSource
 from vexpert.engine.decode_rows import block_tables
 from vexpert.engine.graphs import DecodeGraphs
+from vexpert.engine.host_copy import Largest
 from vexpert.engine.request import Sequence
 from vexpert.engine.scheduler import Chunk
 from vexpert.engine.staging import Staging
@@ -30,7 +31,7 @@ class StepResult(NamedTuple):
     sample_logits: torch.Tensor  # [len(sampled), V]
     prompt_rows: list[PromptRows]
     prompt_logits: torch.Tensor  # [sum of sizes, V]
-    largest: torch.Tensor | None = None  # [len(sampled)] int64: see `Sampler.begin`
+    largest: Largest | None = None  # of `sample_logits`, where it is known
 
 
 class Runner:

@@ -5,7 +5,7 @@ from typing import TYPE_CHECKING, NamedTuple
 import torch
 
 from vexpert.engine.grammar import BITS, fill_mask, mask_logits
-from vexpert.engine.host_copy import HostCopy, to_device
+from vexpert.engine.host_copy import HostCopy, Landing, Largest, to_device
 from vexpert.engine.logit_adjust import (
     add_biases,
     apply_min_p,
@@ -36,11 +36,17 @@ class Sampled(NamedTuple):
 class Sampling:
     """Tokens that the device chooses now, and the host gets later."""
 
-    def __init__(self, tokens: torch.Tensor, report: LogprobsCopy | None, asked: list[int]) -> None:
-        """`report`: log-probabilities of the rows `asked`."""
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        report: LogprobsCopy | None,
+        asked: list[int],
+        landing: Landing | None = None,
+    ) -> None:
+        """`report`: log-probabilities of the rows `asked`. `landing`: the tokens; None: not yet."""
         self.tokens = tokens  # [n] int64, on the device
         # The next step may write its own there: on a GPU, after this copy.
-        self._copy = HostCopy([tokens if tokens.is_cuda else tokens.clone()])
+        self._copy = landing or HostCopy([tokens if tokens.is_cuda else tokens.clone()])
         self._report = report
         self._asked = asked
 
@@ -79,20 +85,21 @@ class Sampler:
         self,
         logits: torch.Tensor,
         rows: list[SamplerState],
-        largest: torch.Tensor | None = None,
+        largest: Largest | None = None,
     ) -> Sampling:
         """The same without the wait; `logits` may change once it returns.
 
-        `largest` [n] int64, on a GPU, where it is known: the first likeliest token of each row of
-        `logits`, or NO_TOKEN. It becomes the chosen tokens, in place.
+        `largest`, where kernels are used: of `logits`, where it is known. On the device it becomes
+        the chosen tokens, in place.
         """
         if self._rows is None or self._rows.states != rows:
             self._rows = SamplerRows(rows, logits.device)
         seen = self._rows
         if seen.are_plain() and largest is not None:
-            return Sampling(largest, None, [])
+            return Sampling(largest.tokens, None, [], largest.landing)
         if logits.is_cuda if self._use_kernels is None else self._use_kernels:
-            tokens = self._choose_by_kernels(logits, seen, largest)
+            known = None if largest is None else largest.tokens
+            tokens = self._choose_by_kernels(logits, seen, known)
         else:
             assert largest is None, "it is only known where kernels are used"
             tokens = self._choose(self._adjust(logits, rows), seen)

@@ -12,6 +12,8 @@ logit and its place are one integer, so that the order of the programs does not 
 | best | [T * S] int64 | scratch: of each row's S parts |
 | arrivals | [T] int32 | scratch; zeros before and after |
 | tokens | [T] int64 | |
+| told | [P, M] int64 or None | pinned on the host; the tokens again, at row (turn - 1) mod P |
+| turn | [1] int64 | with `told` |
 """
 
 from dataclasses import dataclass
@@ -61,12 +63,16 @@ def _argmax_kernel(
     best,
     arrivals,
     tokens,
+    told,
+    turn,
     stride,
     stride_copy,
+    stride_told,
     VOCAB: tl.constexpr,
     SPLITS: tl.constexpr,
     PARTS: tl.constexpr,
     COPY: tl.constexpr,
+    PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
@@ -96,7 +102,11 @@ def _argmax_kernel(
         most = tl.max(every, 0)
         largest = most >> 32
         token = 0x7FFFFFFF - (most & 0x7FFFFFFF)
-        tl.store(tokens + row, tl.where((largest == BAD) | (largest == NO_NUMBER), -1, token))
+        token = tl.where((largest == BAD) | (largest == NO_NUMBER), -1, token)
+        tl.store(tokens + row, token)
+        if PLACES > 0:
+            place = (tl.load(turn) - 1) % PLACES
+            tl.store(told + place * stride_told + row, token)
 
 
 def argmax_rows(
@@ -104,10 +114,12 @@ def argmax_rows(
     scratch: Scratch,
     tokens: torch.Tensor | None = None,
     copy: torch.Tensor | None = None,
+    told: torch.Tensor | None = None,
+    turn: torch.Tensor | None = None,
     block: int = BLOCK,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`tokens` [T] int64, written in place if it is given; so is `copy`.
+    """`tokens` [T] int64, written in place if it is given; so are `copy` and `told`.
 
     The scratch may be another launch's once this one has ended.
     """
@@ -123,6 +135,8 @@ def argmax_rows(
         check_matrix("copy", copy)
         assert copy.shape == logits.shape, (copy.shape, logits.shape)
         assert copy.dtype == logits.dtype, (copy.dtype, logits.dtype)
+    assert (told is None) == (turn is None), (told, turn)
+    assert told is None or told.shape[1] >= rows, (told, rows)
     if rows == 0:
         return tokens
     _argmax_kernel[(rows * splits,)](
@@ -131,12 +145,16 @@ def argmax_rows(
         scratch.best,
         scratch.arrivals,
         tokens,
+        tokens if told is None else told,
+        tokens if turn is None else turn,
         logits.stride(0),
         0 if copy is None else copy.stride(0),
+        0 if told is None else told.stride(0),
         VOCAB=vocab,
         SPLITS=splits,
         PARTS=power_of_two(splits, 1, 1 << 16),
         COPY=copy is not None,
+        PLACES=0 if told is None else told.shape[0],
         BLOCK=block,
         num_warps=power_of_two(block // 512, 1, 8),
         **pdl_options(pdl),

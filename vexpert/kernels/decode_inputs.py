@@ -1,87 +1,106 @@
-"""A decode step's own inputs from what the host and the step before left, in one launch.
+"""A decode step's inputs, from what the host wrote and the step before left, in one launch.
 
-  tables[cells[r]] = blocks[r]
-  tokens[r]        = max(known[sources[r]], 0)     -1, no token, becomes any: its sequence ends
+The host writes each step's rows to one of some places in its own memory, in turn; the device reads
+them there itself, and counts the turns. With `own` = given[turn mod P]:
+  flat[field, r]               = own[field, r]      all fields but those of this launch
+  tables[own.cells[r]]         = own.blocks[r]
+  tokens[r]                    = max(known[own.sources[r]], 0)
+`known` is `chosen` and own.token_ids end to end; -1, no token, becomes any: its sequence ends.
 
 | array | shape | holds |
 |---|---|---|
-| cells, blocks | [R] int64 | places in the flat tables, and the block ids that go there |
+| given | [P, F] int64 | pinned on the host; F elements as `RowArrays` has them, of M rows |
+| turn | [1] int64 | one more after the launch |
+| chosen | [M] int64 | tokens of the step before |
+| flat | [F] int64 | |
 | tables | flat int64 | of several rows that name one cell, any wins |
-| sources | [R] int64 | places in `known` |
-| known | [K] int64 | tokens of the step before, then those that the host knows |
-| tokens | [R] int64 | |
+| tokens | [R] int64 | R of the M rows |
 """
 
 import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
 
-MOST_ROWS = 256  # of a program
+FIELDS = 9  # each of M elements; the sixth, query_starts, of M + 1
+MOST_ROWS = 1024  # at once; one program takes them all, so that it can count
 
 
 @triton.jit(do_not_specialize=["num_rows"])
 def _decode_inputs_kernel(
-    cells,
-    blocks,
+    given,
+    turn,
+    chosen,
+    flat,
     tables,
-    sources,
-    known,
     tokens,
     num_rows,
+    M: tl.constexpr,
+    PLACES: tl.constexpr,
     BLOCK: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    row = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    inside = row < num_rows
     pdl_release(PDL)
     pdl_wait(PDL)
-    source = tl.load(sources + row, mask=inside, other=0)
-    cell = tl.load(cells + row, mask=inside, other=0)
-    tl.store(tables + cell, tl.load(blocks + row, mask=inside, other=0), mask=inside)
-    token = tl.load(known + source, mask=inside, other=0)
-    tl.store(tokens + row, tl.maximum(token, 0), mask=inside)
+    now = tl.load(turn)
+    given += (now % PLACES) * (9 * M + 1)
+    for start in range(0, num_rows + 1, BLOCK):
+        row = start + tl.arange(0, BLOCK)
+        inside = row < num_rows
+        # Once across the bus: all loads but that of a token from the host are under way together.
+        source = tl.load(given + 8 * M + 1 + row, mask=inside, other=0)
+        cell = tl.load(given + 6 * M + 1 + row, mask=inside, other=0)
+        block = tl.load(given + 7 * M + 1 + row, mask=inside, other=0)
+        position = tl.load(given + M + row, mask=inside, other=0)
+        cache_row = tl.load(given + 2 * M + row, mask=inside, other=0)
+        kv_len = tl.load(given + 3 * M + row, mask=inside, other=0)
+        slot = tl.load(given + 4 * M + row, mask=inside, other=0)
+        query_start = tl.load(given + 5 * M + row, mask=row <= num_rows, other=0)
+        tl.store(flat + M + row, position, mask=inside)
+        tl.store(flat + 2 * M + row, cache_row, mask=inside)
+        tl.store(flat + 3 * M + row, kv_len, mask=inside)
+        tl.store(flat + 4 * M + row, slot, mask=inside)
+        tl.store(flat + 5 * M + row, query_start, mask=row <= num_rows)
+        tl.store(tables + cell, block, mask=inside)
+        is_known = source >= M
+        told = tl.load(given + (source - M), mask=inside & is_known, other=0)
+        token = tl.load(chosen + source, mask=inside & (source < M), other=0)
+        tl.store(tokens + row, tl.maximum(tl.where(is_known, told, token), 0), mask=inside)
+    tl.debug_barrier()  # every thread has read the turn
+    tl.store(turn, now + 1)
 
 
 def decode_inputs(
-    cells: torch.Tensor,
-    blocks: torch.Tensor,
+    given: torch.Tensor,
+    turn: torch.Tensor,
+    chosen: torch.Tensor,
+    flat: torch.Tensor,
     tables: torch.Tensor,
-    sources: torch.Tensor,
-    known: torch.Tensor,
+    size: int,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`tokens` [R]; `tables` changes in place."""
-    rows = sources.shape[0]
-    assert cells.shape == blocks.shape == (rows,), (cells.shape, blocks.shape, rows)
-    for array in (cells, blocks, tables, sources, known):
+    """`tokens` [size]; `flat`, `tables` and `turn` change in place."""
+    most = chosen.shape[0]
+    assert 0 < size <= most, (size, most)
+    assert given.shape[1:] == flat.shape == (FIELDS * most + 1,), (given.shape, flat.shape, most)
+    for array in (given, turn, chosen, flat, tables):
         assert array.dtype == torch.int64, array.dtype
         assert array.is_contiguous(), array.stride()
-    tokens = torch.empty_like(sources)
-    block = power_of_two(rows, 1, MOST_ROWS)
-    _decode_inputs_kernel[(ceil_div(rows, block),)](
-        cells,
-        blocks,
+    tokens = torch.empty(size, dtype=torch.int64, device=flat.device)
+    block = power_of_two(size + 1, 2, MOST_ROWS)
+    _decode_inputs_kernel[(1,)](
+        given,
+        turn,
+        chosen,
+        flat,
         tables,
-        sources,
-        known,
         tokens,
-        rows,
+        size,
+        M=most,
+        PLACES=given.shape[0],
         BLOCK=block,
         num_warps=power_of_two(block // 32, 1, 8),
         **pdl_options(pdl),
     )
     return tokens
-
-
-def reference_decode_inputs(
-    cells: torch.Tensor,
-    blocks: torch.Tensor,
-    tables: torch.Tensor,
-    sources: torch.Tensor,
-    known: torch.Tensor,
-) -> torch.Tensor:
-    """The same in PyTorch."""
-    tables.view(-1).scatter_(0, cells, blocks)
-    return known.index_select(0, sources).clamp(min=0)

@@ -86,7 +86,7 @@ def _border(low, high, part, step):
 def _find_key(row, vocab, temperature, floor, m, low, wanted, by_mass, BLOCK: tl.constexpr):
     """The largest key from `low` on such that keys from it on number, or weigh, `wanted` or more.
 
-    `low` itself if there is none. Sums are of each lane until the row's end: lanes meet once a pass.
+    `low` itself if there is none. Each lane has its own sums until the row's end.
     """
     high = _key(m).to(tl.int64) + 1
     while high - low > 1:
