@@ -86,10 +86,15 @@ def _border(low, high, part, step):
 def _find_key(row, vocab, temperature, floor, m, low, wanted, by_mass, BLOCK: tl.constexpr):
     """The largest key from `low` on such that keys from it on number, or weigh, `wanted` or more.
 
-    `low` itself if there is none. Each lane has its own sums until the row's end.
+    `low` itself if there is none. Each lane has its own sums until the row's end. Where one key
+    alone lies between the bounds, it is the one: logits of few bits are soon there.
     """
     high = _key(m).to(tl.int64) + 1
-    while high - low > 1:
+    is_found = False
+    while (high - low > 1) & (not is_found):
+        lowest, highest = low.to(tl.int32), (high - 1).to(tl.int32)
+        first = tl.full((BLOCK,), 0x7FFFFFFF, tl.int32)
+        last = tl.full((BLOCK,), NO_KEY, tl.int32)
         step = (high - low + 7) // 8
         b1, b2 = _border(low, high, 1, step), _border(low, high, 2, step)
         b3, b4 = _border(low, high, 3, step), _border(low, high, 4, step)
@@ -99,6 +104,9 @@ def _find_key(row, vocab, temperature, floor, m, low, wanted, by_mass, BLOCK: tl
         f1, f2, f3, f4, f5, f6, f7 = none, none, none, none, none, none, none
         for start in tl.range(0, vocab, BLOCK, num_stages=STAGES):
             s, key = _load(row, start, vocab, temperature, floor, BLOCK)
+            inside = (key >= lowest) & (key <= highest)
+            first = tl.minimum(first, tl.where(inside, key, 0x7FFFFFFF))
+            last = tl.maximum(last, tl.where(inside, key, NO_KEY))
             value = tl.where(by_mass, tl.exp(s - m), 1.0).to(tl.float64)
             f1 += tl.where(key >= b1, value, 0.0)
             f2 += tl.where(key >= b2, value, 0.0)
@@ -114,6 +122,9 @@ def _find_key(row, vocab, temperature, floor, m, low, wanted, by_mass, BLOCK: tl
         enough += (tl.sum(f7, 0) >= wanted).to(tl.int64)
         low += enough * step
         high = tl.minimum(high, low + step)
+        only, other = tl.min(first, 0), tl.max(last, 0)
+        is_found = only == other
+        low = tl.where(is_found, only.to(tl.int64), low)
     return low
 
 
