@@ -1,6 +1,6 @@
 """Log-probabilities to report: of the raw log-softmax, with ranks."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 
@@ -34,48 +34,23 @@ class LogprobsCopy:
         slabs = range(0, len(counts), SLAB_ROWS)
         self._slabs = [self._begin(logits, chosen, start) for start in slabs]
 
-    def _begin(self, logits: torch.Tensor, chosen: torch.Tensor, start: int) -> "_Slab":
+    def _begin(self, logits: torch.Tensor, chosen: torch.Tensor, start: int) -> HostCopy:
         rows = slice(start, start + SLAB_ROWS)
+        chosen = chosen[rows]
         logprobs = torch.log_softmax(logits[rows].float(), -1)
-        return _Slab(logprobs, chosen[rows], max(self._counts[rows]))
+        own = logprobs.gather(1, chosen[:, None])
+        ranks = (logprobs > own).sum(-1) + 1
+        top = logprobs.topk(max(self._counts[rows]), dim=-1)
+        return HostCopy([chosen, own[:, 0], ranks, top.indices, top.values])
 
     def wait(self) -> list[TokenLogprobs]:
         """The report of each row."""
         result: list[TokenLogprobs] = []
         for slab in self._slabs:
             counts = self._counts[len(result) : len(result) + SLAB_ROWS]
-            rows = zip(*slab.wait(), counts, strict=True)
+            rows = zip(*(column.tolist() for column in slab.wait()), counts, strict=True)
             result += [TokenLogprobs(_entries(*row)) for row in rows]
         return result
-
-
-class _Slab:
-    """Some rows' report in one buffer, so that one copy brings it to the host."""
-
-    def __init__(self, logprobs: torch.Tensor, chosen: torch.Tensor, width: int) -> None:
-        self._size = len(chosen), width
-        count = len(chosen)
-        nbytes = count * ((2 + width) * 8 + (1 + width) * 4)
-        buffer = torch.empty(nbytes, dtype=torch.uint8, device=logprobs.device)
-        tokens, own, above, ids, values = self._parts(buffer)
-        tokens.copy_(chosen)
-        torch.gather(logprobs, 1, chosen[:, None], out=own[:, None])
-        torch.sum(logprobs > own[:, None], -1, out=above)
-        torch.topk(logprobs, width, dim=-1, out=(values, ids))
-        self._copy = HostCopy([buffer])
-
-    def _parts(self, buffer: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Token, its log-probability, how many are likelier; ids and values of the likeliest."""
-        count, width = self._size
-        split = count * (2 + width) * 8
-        ints, floats = buffer[:split].view(torch.int64), buffer[split:].view(torch.float32)
-        ids, values = ints[2 * count :].view(count, width), floats[count:].view(count, width)
-        return ints[:count], floats[:count], ints[count : 2 * count], ids, values
-
-    def wait(self) -> list[list[Any]]:
-        """The columns of the report."""
-        tokens, own, above, ids, values = self._parts(self._copy.wait()[0])
-        return [part.tolist() for part in (tokens, own, above + 1, ids, values)]
 
 
 def _entries(
