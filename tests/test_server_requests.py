@@ -99,7 +99,6 @@ def test_tokens_of_a_conversation_are_those_of_its_answer(fake_server: RunningSe
         ("/detokenize", {"tokens": [10**9]}),
         ("/detokenize", {"tokens": ["a"]}),
         ("/detokenize", {}),
-        ("/v1/embeddings", {"model": BASE, "input": "x"}),
     ],
 )
 def test_what_has_no_tokens_is_400(fake_server: RunningServer, path: str, body: Any) -> None:

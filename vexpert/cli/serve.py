@@ -14,6 +14,7 @@ from vexpert.cli.config_file import add_config
 from vexpert.cli.parser import add_engine_options, engine_config
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
+from vexpert.demo import TOOL_FORMAT, is_demo
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger, set_up_logging
 from vexpert.server.interface import LoraModule
@@ -140,7 +141,7 @@ def _add_chat_options(group: Any) -> None:
     group.add_argument(
         "--tool-call-parser",
         choices=("hermes", "llama3_json", "mistral"),
-        help="how the model writes tool calls; without it tools are refused",
+        help="how the model writes tool calls; without it tools are refused, but by the demo",
     )
 
 
@@ -226,6 +227,8 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket)
     if modules and not config.enable_lora:
         raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
     check_modules(modules, names or (config.model,))
+    if args.tool_call_parser is None and is_demo(config.model):
+        args.tool_call_parser = TOOL_FORMAT
     _print_config(config, args)
     options = _server_options(args, config, names)  # before the model loads: it may be refused
     engine = engine_process(config, args.log_format)
@@ -279,12 +282,12 @@ def _serve_engine(
 def resolve_model(
     config: EngineConfig, modules: list[LoraModule], names: list[str]
 ) -> tuple[EngineConfig, list[LoraModule], tuple[str, ...]]:
-    """Fill in the demo where no model is given: its folder, its adapters, its name."""
-    if config.model:
-        return config, modules, tuple(names)
+    """Fill in the demo where no model, or its name, is given: its folder, adapters and name."""
     from vexpert import demo
 
-    config = dataclasses.replace(config, model=str(demo.model_path()))
+    if (found := demo.find_model(config.model)) == config.model:
+        return config, modules, tuple(names)
+    config = dataclasses.replace(config, model=found)
     given = {module.name for module in modules}
     bundled = [
         LoraModule(name, str(path))

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vexpert.engine.grammar_probe import Probe, needs_probe
-from vexpert.engine.structured_outputs import StructuredOutputs
+from vexpert.engine.structured_outputs import MAX_WHITESPACE, StructuredOutputs
 from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
 from vexpert.errors import UnsupportedError
 from vexpert.log import get_logger
@@ -18,7 +18,6 @@ from vexpert.log import get_logger
 logger = get_logger(__name__)
 
 CACHE_BYTES = 256 * 2**20  # of compiled grammars, the least recently used go first
-MAX_WHITESPACE = 32  # characters in a row between two parts of a JSON document
 BITS = 32  # of one word of a mask
 
 

@@ -51,6 +51,7 @@ class Message(StrictModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: Annotated[Any, only("an assistant's refusal cannot be replayed; use content")] = None
+    annotations: Annotated[Any, only(TEXT_ONLY, [])] = None  # null in an answer sent back whole
     audio: Annotated[Any, only(TEXT_ONLY)] = None
     function_call: Annotated[Any, only(OLD_FUNCTIONS)] = None
 

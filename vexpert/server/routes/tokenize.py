@@ -3,7 +3,6 @@
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from vexpert.server.errors import ApiError
 from vexpert.server.prompts import Conversation, Prompt
 from vexpert.server.protocol.tokenize import (
     DetokenizeRequest,
@@ -60,10 +59,3 @@ async def _check_model(service: Service, request: Request, model: str | None) ->
     adapter = await service.adapter_of(model)
     if adapter is not None and await service.engine.adapter_folder(adapter) is None:
         raise await service.unknown_model(request, model)
-
-
-@router.post("/v1/embeddings", include_in_schema=False)
-async def embeddings() -> None:
-    """Refuse: the models served here write text."""
-    message = "embeddings are not served: this server generates text; use /v1/chat/completions"
-    raise ApiError(message, 400, code="not_served")
