@@ -150,7 +150,7 @@ def replay_us(engine: Engine) -> float | None:
     if graphs is None or graphs.last is None or not torch.cuda.is_available():
         return None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.inference_mode():
+    with torch.inference_mode(), graphs.rehearsal():
         graphs.last()
         torch.cuda.synchronize()
         start.record()
