@@ -4,6 +4,7 @@ Kernels are compiled for an H200; the launcher behind them here only notes what 
 """
 
 import json
+import logging
 import sys
 from collections.abc import Callable
 from itertools import pairwise
@@ -22,6 +23,7 @@ from vexpert.kernels.replay import Replays
 
 Tensors = tuple[torch.Tensor | None, ...]
 noted: list[tuple[Any, ...]] = []  # of each launch from a program: grid, stream, arguments
+reasons: list[str] = []  # why something is not replayed
 runs: list[str] = []  # of each operation that was run, not replayed
 
 
@@ -94,6 +96,12 @@ def views(x: torch.Tensor, w: torch.Tensor) -> Tensors:
     return (y[0],)
 
 
+def twice(x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    y = empty(x.numel())
+    add[(8,)](x, w, y, x.numel(), BLOCK=32)
+    return y, y
+
+
 def apply(replays: Replays, operation: Operation, x: torch.Tensor, w: torch.Tensor) -> Tensors:
     def run() -> Tensors:
         runs.append(operation.__name__)
@@ -104,7 +112,7 @@ def apply(replays: Replays, operation: Operation, x: torch.Tensor, w: torch.Tens
 
 def times_run(operation: Operation) -> int:
     """How often five calls run it."""
-    replays = Replays()
+    replays = Replays("it")
     runs.clear()
     for _ in range(5):
         apply(replays, operation, on_device(torch.float32), on_device(torch.float32))
@@ -128,7 +136,7 @@ def check_program(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> bool:
 
 
 def replay_usual() -> dict[str, Any]:
-    replays = Replays()
+    replays = Replays("it")
     runs.clear()
     weights = [on_device(torch.float32) for _ in range(3)]
     for w in weights:
@@ -158,7 +166,7 @@ def replay_usual() -> dict[str, Any]:
 
 def watch() -> dict[str, Any]:
     """With a profiler's hook, everything is run."""
-    replays = Replays()
+    replays = Replays("it")
     x, w = on_device(torch.float32), on_device(torch.float32)
     for _ in range(3):
         apply(replays, usual, x, w)
@@ -169,7 +177,7 @@ def watch() -> dict[str, Any]:
 
     knobs.runtime.launch_enter_hook.add(hook)
     apply(replays, usual, x, w)
-    apply(Replays(), usual, x, w)
+    apply(Replays("it"), usual, x, w)
     knobs.runtime.launch_enter_hook.remove(hook)
     said = {"watched": len(runs)}
     apply(replays, usual, x, w)
@@ -179,7 +187,7 @@ def watch() -> dict[str, Any]:
 def bound_programs() -> int:
     """Three operations in turn where two are kept: how often nine calls run."""
     replay.MOST_PROGRAMS = 2
-    replays = Replays()
+    replays = Replays("it")
     runs.clear()
     for _ in range(3):
         for size in (64, 128, 192):
@@ -190,12 +198,23 @@ def bound_programs() -> int:
     return len(runs)
 
 
+class Reasons(logging.Handler):
+    """Keeps what is logged."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        reasons.append(record.getMessage().partition(": ")[2])
+
+
 def main() -> None:
     driver.set_active(Driver())
     launch_flat._bind = bind
     said: dict[str, Any] = replay_usual()
-    others = (holds_another, computes, counts, views)
+    others = (holds_another, computes, counts, views, twice)
+    debug = logging.getLogger("vexpert.kernels.replay")
+    debug.setLevel(logging.DEBUG)
+    debug.addHandler(Reasons())
     said["never replayed"] = [times_run(operation) for operation in others]
+    said["because"] = reasons.copy()
     said |= watch()
     said["bounded"] = bound_programs()
     sys.stdout.write(json.dumps(said) + "\n")

@@ -14,8 +14,14 @@ def test_replays() -> None:
         "another layout": 1,
         "one tensor twice": 1,
         "a tensor of the host": 1,
-        # A tensor that is no input, an operation of torch, a number that changes, a part as result.
-        "never replayed": [5, 5, 5, 5],
+        "never replayed": [5, 5, 5, 5, 5],
+        "because": [
+            "a launch is of another kind, or on a tensor that is no input",
+            "it computes with mul_",
+            "two recordings differ",
+            "a result has no memory of its own",  # but is part of another
+            "a result has no memory of its own",  # but that of another result
+        ],
         "watched": 2,
         "not watched any more": 0,
         "bounded": 9,

@@ -9,7 +9,7 @@ with its own inputs. What is required of an operation, and checked while it is r
 - what it launches depends on the key, and on dtypes, shapes and strides of its inputs. So a program
   is only trusted when a second recording, usually that of the next layer, says the same.
 
-An operation that fails a check is run as it is, always.
+An operation that fails a check is run as it is, always; the log says why, at DEBUG.
 """
 
 from collections.abc import Callable, Hashable, Sequence
@@ -22,6 +22,9 @@ from triton.runtime.driver import driver
 
 from vexpert.kernels.launch import Launched, is_watched, recording
 from vexpert.kernels.launch_flat import FlatLaunch, flatten
+from vexpert.log import get_logger
+
+logger = get_logger(__name__)
 
 MOST_PROGRAMS = 256
 ALIGNMENT = 512  # of intermediates in their block: no less than the allocator's
@@ -75,9 +78,10 @@ class _Entry:
 
 
 class Replays:
-    """The programs of one operation."""
+    """The programs of the operation `name`."""
 
-    def __init__(self) -> None:
+    def __init__(self, name: str) -> None:
+        self.name = name
         self._entries: dict[Hashable, _Entry] = {}
 
     def __call__(
@@ -120,22 +124,22 @@ class Replays:
         entry = self._entries.get(full)
         if entry is not None and entry.is_trusted:
             return run()
-        if entry is None:
-            results, program = _record(inputs, run)
-            if len(self._entries) >= MOST_PROGRAMS:
-                self._entries.clear()
-            self._entries[full] = _Entry(owner, program, is_trusted=program is None)
-            return results
-        results, program = _record(inputs, run, is_checked=True)
-        entry.program = program if program == entry.program else None
-        entry.is_trusted = True
+        results, found = _record(inputs, run, is_checked=entry is not None)
+        if entry is not None and found != entry.program:
+            found = "two recordings differ"
+        if isinstance(found, str):
+            logger.debug("%s is not replayed: %s", self.name, found)
+        if entry is None and len(self._entries) >= MOST_PROGRAMS:
+            self._entries.clear()
+        program = None if isinstance(found, str) else found
+        self._entries[full] = _Entry(owner, program, entry is not None or program is None)
         return results
 
 
 def _record(
-    inputs: Sequence[torch.Tensor], run: Callable[[], Tensors], is_checked: bool = False
-) -> tuple[Tensors, Program | None]:
-    """What `run` gives, and its program if it has one. `is_checked`: its other operations were."""
+    inputs: Sequence[torch.Tensor], run: Callable[[], Tensors], is_checked: bool
+) -> tuple[Tensors, Program | str]:
+    """What `run` gives, and its program, or why it has none. `is_checked`: so far there is one."""
     if is_checked:
         with recording() as launches:
             results = run()
@@ -144,7 +148,7 @@ def _record(
         with recording() as launches, _Operations() as operations:
             results = run()
         if operations.others:
-            return results, None
+            return results, f"it computes with {', '.join(sorted(operations.others))}"
         made = operations.made
     return results, _Addresses(inputs, results, made).program(launches)
 
@@ -181,25 +185,26 @@ class _Addresses:
     size: int = 0  # of the block so far
     _bases: dict[int, tuple[int, int]] = field(default_factory=dict)  # of memory: (base, offset)
 
-    def program(self, launches: list[Launched | None]) -> Program | None:
-        """None: something is launched that a program cannot hold."""
+    def program(self, launches: list[Launched | None]) -> Program | str:
+        """The program, or what it cannot hold."""
         made = [result for result in self.results if result is not None]
         shapes = [None if r is None else Made(tuple(r.shape), r.dtype) for r in self.results]
         at = [tensor.data_ptr() for tensor in self.inputs]
-        if None in launches or len(set(at)) != len(at):
-            return None
+        if len(set(at)) != len(at):
+            return "two inputs have one address"
         for i, result in enumerate(made):
             memory = result.untyped_storage()
             whole = memory.nbytes() == result.numel() * result.element_size()
-            if not (whole and result.is_contiguous() and self._is_own(result)):
-                return None
+            is_shared = memory.data_ptr() in self._bases
+            if is_shared or not (whole and result.is_contiguous() and self._is_own(result)):
+                return "a result has no memory of its own"
             self._bases[memory.data_ptr()] = (len(at) + 1 + i, 0)
         self._at = {address: (i, 0) for i, address in enumerate(at)}
         self._foreign = {tensor.untyped_storage().data_ptr() for tensor in self.inputs}
         flat = [flatten(launched, self.find) for launched in launches if launched is not None]
         known = tuple(launch for launch in flat if launch is not None)
-        if len(known) < len(flat):
-            return None
+        if len(known) < len(launches):
+            return "a launch is of another kind, or on a tensor that is no input"
         return Program(known, self.size, tuple(shapes))
 
     def _is_own(self, tensor: torch.Tensor) -> bool:

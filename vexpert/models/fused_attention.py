@@ -15,7 +15,7 @@ from vexpert.models.fused_record import AttentionInputs, Call, Records, agree
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 NORM_NAMES = ("q_norm", "k_norm")
 Angles = tuple[torch.Tensor, torch.Tensor]
-ATTENTION = Replays()
+ATTENTION = Replays("attention")
 Project = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # x [..., in] -> q, k, v [..., out]
 
 

@@ -7,7 +7,7 @@ import torch
 from vexpert.kernels.replay import Replays
 from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
-EXPERTS = Replays()
+EXPERTS = Replays("routed experts")
 
 
 def experts_inputs(

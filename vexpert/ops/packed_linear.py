@@ -25,7 +25,7 @@ from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
 from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
 
 cuda: Any = torch.cuda  # its streams are not typed
-DENSE = Replays()
+DENSE = Replays("LoRA of a dense layer")
 
 
 def is_dense(site: LoraSite, table: SiteTable) -> bool:
