@@ -18,11 +18,13 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, check_matrix
+from vexpert.kernels.launch import direct_launch
 
 BLOCK = 256  # entries of a program
 BLOCK_V = 4096  # logits of a program
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["count"])
 def _change_kernel(logits, rows, tokens, amounts, count, stride, BLOCK: tl.constexpr):
     i = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
@@ -58,6 +60,7 @@ def change_logits(logits: torch.Tensor, entries: torch.Tensor) -> None:
         )
 
 
+@direct_launch
 @triton.jit
 def _mask_kernel(
     logits, rows, mask, stride, VOCAB: tl.constexpr, WORDS: tl.constexpr, BLOCK: tl.constexpr

@@ -30,6 +30,7 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
+from vexpert.kernels.launch import direct_launch
 
 BLOCK = 4096  # logits of a program
 LOWEST: tl.constexpr = tl.constexpr(-(1 << 63))
@@ -56,6 +57,7 @@ class Scratch:
         return needed <= self.best.shape[0] and rows <= self.arrivals.shape[0]
 
 
+@direct_launch
 @triton.jit
 def _argmax_kernel(
     logits,

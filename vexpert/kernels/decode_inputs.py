@@ -22,11 +22,13 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.launch import direct_launch
 
 FIELDS = 9  # each of M elements; the sixth, query_starts, of M + 1
 MOST_ROWS = 1024  # at once; one program takes them all, so that it can count
 
 
+@direct_launch
 @triton.jit(do_not_specialize=["num_rows"])
 def _decode_inputs_kernel(
     given,

@@ -19,6 +19,7 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.norms import MAX_WIDTH, Norm
 from vexpert.kernels.rms_norm import scale_rows
 from vexpert.kernels.rope_angles import Angles, store_angles
@@ -32,6 +33,7 @@ class Embedded(NamedTuple):
     angles: tuple[torch.Tensor, torch.Tensor] | None  # cos, sin
 
 
+@direct_launch
 @triton.jit
 def _embed_kernel(
     tokens,

@@ -28,7 +28,6 @@ from vexpert.kernels.launch import direct_launch
 LAYOUTS = ("halves", "once", "pairs")
 
 
-@direct_launch
 @triton.jit
 def store_angles(
     token,
@@ -55,6 +54,7 @@ def store_angles(
     tl.store(sin + token * R + j, (tl.sin(angle) * scaling).to(dtype), mask=inside)
 
 
+@direct_launch
 @triton.jit
 def _rope_angles_kernel(
     positions,
