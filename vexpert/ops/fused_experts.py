@@ -6,11 +6,13 @@ import triton
 from vexpert.kernels.combine import combine
 from vexpert.kernels.combine_norm import combine_norm
 from vexpert.kernels.common import can_use_pdl, ceil_div
+from vexpert.kernels.moe_delta import MOST_RANKS, Delta, moe_delta
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
 from vexpert.kernels.moe_gate_up import Expand, moe_gate_up
 from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
+from vexpert.kernels.moe_pieces import find_pieces
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
@@ -99,19 +101,29 @@ def fused_experts(
     topk_ids, topk_weights = topk_ids.contiguous(), topk_weights.contiguous()
     scales = None if experts.scale_input else topk_weights
     order = _order(topk_ids, scales, lora, experts.down.shape[0], plan)
-    runs = None
-    if lora is not None and plan.lora.by_run:
+    delta = plan.lora.delta if _fits(order.factors) else None
+    runs = pieces = None
+    gate_up_shape, down_shape = base.gate_up, base.down
+    if delta is not None:
+        pieces = find_pieces(order, delta.piece, pdl)
+        gate_up_shape, down_shape = delta.base_gate_up, delta.base_down
+    elif lora is not None and plan.lora.by_run:
         runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl)
     x, scaled = hidden, experts.scale_input
     if scaled:
         scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
         x = scaled_rows.to(hidden.dtype).view(-1, hidden.shape[1])
 
-    def expand(source: torch.Tensor, is_down: bool) -> Expand | None:
+    def expand(source: torch.Tensor, is_down: bool) -> Expand | Delta | None:
         factors = order.factors
         site = None if factors is None else factors.down if is_down else factors.gate_up
         if site is None:
             return None
+        if delta is not None and pieces is not None:
+            beside = delta.down if is_down else delta.gate_up
+            size = experts.down.shape[1] if is_down else experts.columns[0]
+            is_scaled = scaled and not is_down
+            return moe_delta(source, order, pieces, beside, size, is_down, is_scaled, pdl)
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
         h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
@@ -125,7 +137,7 @@ def fused_experts(
         order,
         experts.columns,
         experts.activation,
-        base.gate_up,
+        gate_up_shape,
         expand(x, is_down=False),
         scaled,
         pdl,
@@ -136,7 +148,7 @@ def fused_experts(
         experts.down_bias,
         order.scale,
         order,
-        base.down,
+        down_shape,
         expand(inter, is_down=True),
         pdl,
     )
@@ -146,6 +158,14 @@ def fused_experts(
     how = (finish.residual, finish.multiplier, finish.norm, pdl)
     finish.total, finish.normed = combine_norm(*pairs, *how)
     return finish.total
+
+
+def _fits(factors: PairFactors | None) -> bool:
+    """Whether `moe_delta` takes the ranks of all sites."""
+    if factors is None:
+        return False
+    sites = (factors.gate_up, factors.down)
+    return all(site is None or site.max_rank <= MOST_RANKS for site in sites)
 
 
 def _order(

@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vexpert.kernels.moe_delta import DeltaShape
 from vexpert.kernels.moe_gate_up import TileShape
 from vexpert.kernels.moe_shrink import ShrinkShape
 
@@ -30,6 +31,17 @@ class BasePlan:
 
 
 @dataclass(frozen=True)
+class DeltaPlan:
+    """LoRA of a whole tile beside the base product, whose tiles leave room for it."""
+
+    piece: int  # positions
+    gate_up: DeltaShape
+    down: DeltaShape
+    base_gate_up: TileShape
+    base_down: TileShape
+
+
+@dataclass(frozen=True)
 class LoraPlan:
     """What LoRA adds to it."""
 
@@ -40,6 +52,7 @@ class LoraPlan:
     item_stages: int = 1  # of the loop over groups
     prefetch: bool = False  # the first group's factors before the base product; of runs, where
     early: bool = False  # shrunk rows before it too; runs only
+    delta: DeltaPlan | None = None  # in place of all of it, up to so many ranks
 
 
 @dataclass(frozen=True)
