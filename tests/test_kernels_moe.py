@@ -7,12 +7,14 @@ import torch
 from helpers_lora import SlotSpec, make_table, relative_error
 from helpers_moe import Flags, Layer, make_layer, naive
 
+from vexpert.kernels import moe_order_chunks
 from vexpert.kernels.activations import Activation, reference_activation
 from vexpert.kernels.moe_delta import DeltaShape
 from vexpert.kernels.moe_factors import PairFactors
 from vexpert.kernels.moe_gate_up import TileShape
 from vexpert.kernels.moe_order import identity_order, order_pairs, reference_order
 from vexpert.kernels.moe_order_chunks import order_many_pairs
+from vexpert.kernels.moe_pieces import find_pieces
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import ShrinkShape
 from vexpert.ops.activation import recognise
@@ -197,6 +199,41 @@ def test_order(tokens: int, top_k: int, experts: int, block_m: int) -> None:
         assert torch.equal(getattr(one, name)[:count], getattr(many, name)[:count])
     for name in ("expert", "slot"):
         assert torch.equal(getattr(one, name), getattr(many, name))
+
+
+def test_tokens_by_more_slots_than_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(100, 4, 20, 4)
+    factors = factors_of(lora_of(layer), 400)
+    counted = order_many_pairs(layer.topk_ids, factors, 20, 16, chunk=16)
+    monkeypatch.setattr(moe_order_chunks, "MOST_BINS", 4)
+    compared = order_many_pairs(layer.topk_ids, factors, 20, 16, chunk=16)
+    assert torch.equal(counted.pair, compared.pair)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "block_m"), ORDERS)
+def test_pieces(tokens: int, top_k: int, experts: int, block_m: int) -> None:
+    layer = make_layer(tokens, top_k, experts, 4, sentinel_share=0.1)
+    ids, lora = layer.topk_ids, lora_of(layer)
+    order = order_pairs(ids, factors_of(lora, ids.numel()), experts, block_m)
+    runs, found = find_runs(order, 16, 3), find_pieces(order, 16)
+    for tile in range(int(order.num_tiles)):
+        at = range(tile * block_m, tile * block_m + int(runs.num_runs[tile]))
+        pairs = [(int(runs.run_first[i]), int(runs.run_stop[i])) for i in at]
+        want = [
+            (p, min(p + 16, b), i)
+            for i, (a, b) in zip(at, pairs, strict=True)
+            for p in range(a, b, 16)
+        ]
+        count = int(found.count[tile])
+        assert count == len(want)
+        assert found.pending[:, tile].tolist() == [count, count]
+        here = slice(tile * block_m, tile * block_m + count)
+        assert list(zip(found.first[here].tolist(), found.stop[here].tolist(), strict=True)) == [
+            (a, b) for a, b, _ in want
+        ]
+        run = [i for *_, i in want]
+        assert torch.equal(found.rank[:, here], runs.run_rank[:, run])
+        assert torch.equal(found.address[:, here], runs.run_address[:, run])
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "block_m"), ORDERS)

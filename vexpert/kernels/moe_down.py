@@ -117,8 +117,6 @@ def _down_tile(
         pair = tl.load(pair_at + position, mask=mine, other=0)
     if HAS_SCALE:
         scale = tl.load(scale_at + position, mask=mine, other=0.0).to(tl.float32)
-    if HAS_DELTA:
-        slot = tl.load(slot_at + position, mask=mine, other=-1)
     if HAS_LORA:
         dtype: tl.constexpr = arena.dtype.element_ty
         plane = num_pairs * max_rank
@@ -199,6 +197,7 @@ def _down_tile(
                     )  # fmt: skip
                 total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
     if HAS_DELTA:
+        slot = tl.load(slot_at + position, mask=mine, other=-1)
         wait_for_pieces(pending + tile)
         delta_at = delta + position.to(tl.int64)[:, None] * size + n[None, :]
         adapted = (slot >= 0)[:, None] & inside[None, :]
@@ -288,18 +287,20 @@ def _down_kernel(
             expert, tile, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias,
             scale_at, out, pair_at, run_first, run_stop, num_runs, delta, pending, slot_at, h,
             arena, address, rank, num_pairs, factor_stride, num_slots, depth, size,
-            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE, HAS_LORA, HAS_DELTA, PLANES, BY_RUN,
-            GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
-            EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
+            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
+            HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
+            RANK_STEPS, SLICE_WIDTH, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M,
+            BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _down_tile(
             expert, tile, start, end, block, inter, inter_rows, weight, weight_rows, bias,
             scale_at, out, pair_at, run_first, run_stop, num_runs, delta, pending, slot_at, h,
             arena, address, rank, num_pairs, factor_stride, num_slots, depth, size,
-            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE, HAS_LORA, HAS_DELTA, PLANES, BY_RUN,
-            GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
-            EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
+            HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
+            RANK_STEPS, SLICE_WIDTH, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M,
+            BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
 

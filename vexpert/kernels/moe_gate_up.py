@@ -205,8 +205,6 @@ def _gate_up_tile(
         source = tl.load(pair_at + position, mask=mine, other=0)
     if not SCALED:
         source = source // TOP_K
-    if HAS_DELTA:
-        slot = tl.load(slot_at + position, mask=mine, other=-1)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < size
     k = tl.arange(0, BLOCK_K)
@@ -363,6 +361,7 @@ def _gate_up_tile(
                         )  # fmt: skip
                     up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
     if HAS_DELTA:
+        slot = tl.load(slot_at + position, mask=mine, other=-1)
         wait_for_pieces(pending + tile)
         slices: tl.constexpr = 2 if GATED else 1
         delta_at = delta + position.to(tl.int64)[:, None] * (slices * size) + n[None, :]

@@ -1,6 +1,7 @@
 """The same arrays as `moe_order` for many pairs, by counting: P * CHUNK and, with slots, T * T.
 
-0. rank, with slots only: the tokens by slot. What follows keeps the order of tokens.
+0. rank, with slots only: the tokens by slot, by counting too unless slots are too many. What
+   follows keeps the order of tokens.
 1. count: pairs of each expert in each chunk.
 2. place: position by expert = pairs of lower experts + of this one in earlier chunks + in this one.
 
@@ -20,6 +21,8 @@ import triton.language as tl
 from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.moe_factors import PairFactors
 from vexpert.kernels.moe_order import PairOrder, keys_of, make_order, weight_arguments
+
+MOST_BINS = 1024  # of slots: more are compared
 
 
 @triton.jit
@@ -42,6 +45,59 @@ def _rank_kernel(
         equal = its[None, :] == slot[:, None]
         before += (less | (equal & (other[None, :] < mine[:, None]))).to(tl.int32)
     tl.store(token_at + tl.sum(before, 1), mine, mask=inside)
+
+
+@triton.jit
+def _bins_of(slots, token, there, BINS: tl.constexpr):
+    """Base rows are bin 0, a slot the one behind it, what is not there the last."""
+    slot = tl.load(slots + token, mask=there, other=0).to(tl.int32)
+    return tl.where(there, tl.maximum(slot, -1) + 1, BINS - 1)
+
+
+@triton.jit
+def _rank_by_counting_kernel(
+    slots, token_at, num_tokens, ROWS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program counts all slots itself: that takes less than a second launch would."""
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    begin = tl.program_id(0) * ROWS
+    total = tl.zeros((BINS,), dtype=tl.int32)
+    earlier = tl.zeros((BINS,), dtype=tl.int32)
+    for first in range(0, num_tokens, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        count = tl.histogram(_bins_of(slots, other, other < num_tokens, BINS), BINS)
+        total += count
+        earlier += tl.where(first + CHUNK <= begin, count, 0)
+    # Of the chunk that this program's tokens lie in, those before them.
+    other = begin // CHUNK * CHUNK + tl.arange(0, CHUNK)
+    earlier += tl.histogram(_bins_of(slots, other, other < begin, BINS), BINS)
+    mine = begin + tl.arange(0, ROWS)
+    inside = mine < num_tokens
+    its = _bins_of(slots, mine, inside, BINS)
+    other = begin + tl.arange(0, ROWS)
+    others = _bins_of(slots, other, other < num_tokens, BINS)
+    same = (others[None, :] == its[:, None]) & (other[None, :] < mine[:, None])
+    position = tl.gather(tl.cumsum(total, 0) - total + earlier, its, 0)
+    tl.store(token_at + position + tl.sum(same.to(tl.int32), 1), mine, mask=inside)
+
+
+def _rank(slots: torch.Tensor, num_slots: int, options: dict[str, bool]) -> torch.Tensor:
+    """token_at [T]."""
+    tokens = slots.shape[0]
+    token_at = torch.empty(tokens, dtype=torch.int32, device=slots.device)
+    if num_slots + 2 > MOST_BINS:
+        _rank_kernel[(ceil_div(tokens, 8),)](
+            slots, token_at, tokens, ROWS=8, CHUNK=power_of_two(tokens, 16, 1024), num_warps=8,
+            **options,
+        )  # fmt: skip
+        return token_at
+    _rank_by_counting_kernel[(ceil_div(tokens, 64),)](
+        slots, token_at, tokens, ROWS=64, CHUNK=power_of_two(tokens, 64, 1024),
+        BINS=power_of_two(num_slots + 2, 16, MOST_BINS), num_warps=4, **options,
+    )  # fmt: skip
+    return token_at
 
 
 @triton.jit
@@ -146,11 +202,8 @@ def order_many_pairs(
     options = pdl_options(pdl)
     slots = token_at = topk_ids
     if factors is not None:
-        slots, token_at = factors.slots, torch.empty(tokens, dtype=torch.int32, device=device)
-        _rank_kernel[(ceil_div(tokens, 8),)](
-            slots, token_at, tokens, ROWS=8, CHUNK=power_of_two(tokens, 16, 1024), num_warps=8,
-            **options,
-        )  # fmt: skip
+        slots = factors.slots
+        token_at = _rank(slots, factors.num_slots, options)
     _count_kernel[(chunks,)](
         topk_ids, token_at, count, *by_slot, pairs, num_experts, TOP_K=top_k,
         HAS_SLOTS=factors is not None, CHUNK=chunk, BINS=bins, **options,

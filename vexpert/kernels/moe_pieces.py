@@ -20,6 +20,7 @@ import triton.language as tl
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_site
 from vexpert.kernels.moe_order import PairOrder
+from vexpert.kernels.moe_runs import runs_of_tile
 
 
 @dataclass(frozen=True)
@@ -52,12 +53,7 @@ def _pieces_kernel(
     end = tl.load(tile_end + tile)
     if tile >= tl.load(num_tiles):
         return
-    position = start + tl.arange(0, BLOCK_M)
-    mine = position < end
-    slot = tl.load(slot_at + position, mask=mine, other=1 << 30)
-    # They ascend, so a run begins behind all slots that are less.
-    first = start + tl.sum((slot[None, :] < slot[:, None]).to(tl.int32), 1)
-    run_stop = first + tl.sum((slot[None, :] == slot[:, None]).to(tl.int32), 1)
+    position, mine, slot, first, run_stop = runs_of_tile(slot_at, start, end, BLOCK_M)
     opens = mine & (slot >= 0) & ((position - first) % PIECE == 0)
     piece = tile * BLOCK_M + tl.cumsum(opens.to(tl.int32), 0) - 1
     count = tl.sum(opens.to(tl.int32), 0)
@@ -102,6 +98,6 @@ def find_pieces(order: PairOrder, piece: int, pdl: bool = False) -> TilePieces:
         found.count, found.pending, found.first, found.stop, found.address, found.rank,
         *factor_arguments(factors, order.slot)[2:], factors.num_slots, tiles,
         **factor_options(factors), PIECE=piece, BLOCK_M=order.block_m,
-        num_warps=8, **pdl_options(pdl),
+        num_warps=max(1, order.block_m // 32), **pdl_options(pdl),
     )  # fmt: skip
     return found
