@@ -56,15 +56,51 @@ class Delta:
 
 
 @triton.jit
+def _slice_of(part_at, b_at, stride, SLICE: tl.constexpr):
+    """(first row of A, number of rows, where B^T lies) of a slice."""
+    count = tl.load(part_at + SLICE * stride).to(tl.int32)
+    column = tl.load(part_at + (3 + SLICE) * stride).to(tl.int32)
+    return column, count, tl.load(b_at + SLICE * stride)
+
+
+@triton.jit
+def _expand(
+    h, r, arena, column, count, b_at, line, own, size,
+    EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """A slice's columns of the rows at `line`: those of B times shrunk rows h [M, R]."""
+    n = tl.arange(0, BLOCK_N)
+    row = r - column
+    its = (row >= 0) & (row < count)
+    b_row = tl.multiple_of(b_at + tl.where(its, row, 0) * size, [ALIGNMENT])
+    b_line = arena + b_row[:, None] + n[None, :]
+    for first in tl.range(0, size, BLOCK_N, num_stages=STAGES):
+        keep = its[:, None]
+        mask = own[:, None]
+        if not EVEN:
+            inside = (first + n < size)[None, :]
+            keep = keep & inside
+            mask = mask & inside
+        b_tile = tl.load(b_line + first, mask=keep, other=0.0)
+        out = tl.dot(h, b_tile, input_precision=PRECISION).to(h.dtype)
+        tl.store(line + first + n[None, :], out, mask=mask)
+
+
+@triton.jit
 def _delta_piece(
-    at, stop, hidden, pair_at, arena, a_at, rank, b_at, b_stride, part_at, part_stride,
+    at, stop, hidden, pair_at, arena, a_at, rank, b_at, part_at, max_pieces,
     delta, depth, size, stride_x,
     TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr, SLICES: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, B_ALIGNMENT: tl.constexpr,
-    PRECISION: tl.constexpr, STAGES: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
-    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
+    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, A_ALIGNMENT: tl.constexpr,
+    B_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Positions at ... stop, at most BLOCK_M of them, of one slot and expert."""
+    # What the end needs is asked for here: there it would be waited for.
+    column, count, b_first = _slice_of(part_at, b_at, max_pieces, 0)
+    if SLICES == 2:
+        column1, count1, b_second = _slice_of(part_at, b_at, max_pieces, 1)
     position = at + tl.arange(0, BLOCK_M)
     own = position < stop
     source = position
@@ -76,7 +112,9 @@ def _delta_piece(
     r = tl.arange(0, BLOCK_R)
     used = r < rank
     x_line = hidden + source.to(tl.int64)[:, None] * stride_x + k[None, :]
-    a_line = arena + a_at + r[None, :] * depth + k[:, None]
+    # Of what is computed here: the compiler forgets it of a loop's variable.
+    a_row = tl.multiple_of(a_at + r * depth, [A_ALIGNMENT])
+    a_line = arena + a_row[None, :] + k[:, None]
     sums = tl.zeros((BLOCK_M, BLOCK_R), dtype=tl.float32)
     for first in tl.range(0, depth, BLOCK_K, num_stages=STAGES):
         if EVEN_K:
@@ -88,22 +126,16 @@ def _delta_piece(
             a_tile = tl.load(a_line + first, mask=used[None, :] & within[:, None], other=0.0)
         sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
     h = sums.to(delta.dtype.element_ty)
-    n = tl.arange(0, BLOCK_N)
-    line = delta + position.to(tl.int64)[:, None] * (SLICES * size) + n[None, :]
-    for i in tl.static_range(SLICES):
-        row = r - tl.load(part_at + (3 + i) * part_stride).to(tl.int32)
-        its = (row >= 0) & (row < tl.load(part_at + i * part_stride).to(tl.int32))
-        b_row = tl.load(b_at + i * b_stride) + tl.maximum(row, 0) * size
-        b_line = arena + tl.multiple_of(b_row, [B_ALIGNMENT])[:, None] + n[None, :]
-        for first in tl.range(0, size, BLOCK_N, num_stages=STAGES):
-            keep = its[:, None]
-            mask = own[:, None]
-            if not EVEN_N:
-                keep = keep & (first + n < size)[None, :]
-                mask = mask & (first + n < size)[None, :]
-            b_tile = tl.load(b_line + first, mask=keep, other=0.0)
-            out = tl.dot(h, b_tile, input_precision=PRECISION)
-            tl.store(line + (i * size + first), out.to(h.dtype), mask=mask)
+    line = delta + position.to(tl.int64)[:, None] * (SLICES * size)
+    _expand(
+        h, r, arena, column, count, b_first, line, own, size, EVEN_N, B_ALIGNMENT, PRECISION,
+        STAGES, BLOCK_N,
+    )  # fmt: skip
+    if SLICES == 2:
+        _expand(
+            h, r, arena, column1, count1, b_second, line + size, own, size, EVEN_N, B_ALIGNMENT,
+            PRECISION, STAGES, BLOCK_N,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -118,24 +150,37 @@ def _delta_kernel(
 ):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
+    # An item is every SHARE-th piece of a tile. Where a piece lies is read one piece ahead.
     item = tl.program_id(0)
     items = tl.load(num_tiles) * SHARE
+    tile = tl.minimum(item, items - 1) // SHARE
+    piece = tile * TILE + item % SHARE
+    count = tl.load(count_at + tile)
+    at = tl.load(first_at + piece)
+    stop = tl.load(stop_at + piece)
+    rank = tl.load(a_rank + piece)
+    a_at = tl.load(a_address + piece)
     while item < items:
-        tile = item // SHARE
-        piece = tile * TILE + item % SHARE
-        behind = tile * TILE + tl.load(count_at + tile)
-        while piece < behind:
-            a_at = tl.multiple_of(tl.load(a_address + piece), A_ALIGNMENT)
+        goes_on = piece + SHARE < tile * TILE + count
+        next_item = tl.where(goes_on, item, item + tl.num_programs(0))
+        next_tile = tl.minimum(next_item, items - 1) // SHARE
+        next_piece = tl.where(goes_on, piece + SHARE, next_tile * TILE + next_item % SHARE)
+        next_count = tl.load(count_at + next_tile)
+        next_at = tl.load(first_at + next_piece)
+        next_stop = tl.load(stop_at + next_piece)
+        next_rank = tl.load(a_rank + next_piece)
+        next_a_at = tl.load(a_address + next_piece)
+        if piece < tile * TILE + count:
             _delta_piece(
-                tl.load(first_at + piece), tl.load(stop_at + piece), hidden, pair_at, arena, a_at,
-                tl.load(a_rank + piece), b_address + piece, max_pieces, b_rank + piece, max_pieces,
-                delta, depth, size, stride_x, TOP_K, BY_POSITION, SCALED, SLICES, EVEN_K, EVEN_N,
-                B_ALIGNMENT, PRECISION, STAGES, BLOCK_M, BLOCK_K, BLOCK_R, BLOCK_N,
+                at, stop, hidden, pair_at, arena, a_at, rank,
+                b_address + piece, b_rank + piece, max_pieces, delta, depth, size, stride_x,
+                TOP_K, BY_POSITION, SCALED, SLICES, EVEN_K, EVEN_N, A_ALIGNMENT, B_ALIGNMENT,
+                PRECISION, STAGES, BLOCK_M, BLOCK_K, BLOCK_R, BLOCK_N,
             )  # fmt: skip
             tl.debug_barrier()  # all threads' rows before the count that tells of them
             tl.atomic_add(pending + tile, -1, sem="release")
-            piece += SHARE
-        item += tl.num_programs(0)
+        item, tile, piece, count = next_item, next_tile, next_piece, next_count
+        at, stop, rank, a_at = next_at, next_stop, next_rank, next_a_at
 
 
 @triton.jit
