@@ -3,7 +3,8 @@
 0. rank, with slots only: the tokens by slot, by counting too unless slots are too many. What
    follows keeps the order of tokens.
 1. count: pairs of each expert in each chunk.
-2. place: position by expert = pairs of lower experts + of this one in earlier chunks + in this one.
+2. scan, of many chunks only: of those counts, the sums over earlier chunks.
+3. place: position by expert = pairs of lower experts + of this one in earlier chunks + in this one.
 
 Runs and factors are looked up by tile, in `moe_runs`.
 
@@ -23,6 +24,7 @@ from vexpert.kernels.moe_factors import PairFactors
 from vexpert.kernels.moe_order import PairOrder, keys_of, make_order, weight_arguments
 
 MOST_BINS = 1024  # of slots: more are compared
+MOST_CHUNKS = 64  # that each program of place adds up itself
 
 
 @triton.jit
@@ -121,27 +123,51 @@ def _count_kernel(
 
 
 @triton.jit
+def _scan_kernel(
+    count, total_at, chunks, BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """In place: pairs of each expert in earlier chunks."""
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    bins = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for first in range(0, chunks, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = count + row[:, None] * BINS + bins[None, :]
+        part = tl.load(at, mask=row[:, None] < chunks, other=0)
+        up_to = tl.cumsum(part, 0)
+        tl.store(at, total[None, :] + up_to - part, mask=row[:, None] < chunks)
+        total += tl.sum(part, 0)
+    tl.store(total_at + bins, total)
+
+
+@triton.jit
 def _place_kernel(
-    slots, topk_weights, scale_at, pair_by_slot, expert_by_slot, count,
+    slots, topk_weights, scale_at, pair_by_slot, expert_by_slot, count, total_at,
     pair_at, expert_at, slot_at,
     tile_expert, tile_start, tile_end, num_tiles, num_pieces, num_pairs, num_experts, chunks,
     TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    SCANNED: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    total = tl.zeros((BINS,), dtype=tl.int32)
-    earlier = tl.zeros((BINS,), dtype=tl.int32)
-    for first in range(0, chunks, ROWS):
-        row = first + tl.arange(0, ROWS)
-        part = tl.load(
-            count + row[:, None] * BINS + bins[None, :], mask=row[:, None] < chunks, other=0
-        )
-        total += tl.sum(part, 0)
-        earlier += tl.sum(tl.where(row[:, None] < chunk, part, 0), 0)
+    if SCANNED:
+        earlier = tl.load(count + chunk * BINS + bins)
+        total = tl.load(total_at + bins)
+    else:
+        total = tl.zeros((BINS,), dtype=tl.int32)
+        earlier = tl.zeros((BINS,), dtype=tl.int32)
+        for first in range(0, chunks, ROWS):
+            row = first + tl.arange(0, ROWS)
+            part = tl.load(
+                count + row[:, None] * BINS + bins[None, :], mask=row[:, None] < chunks, other=0
+            )
+            total += tl.sum(part, 0)
+            earlier += tl.sum(tl.where(row[:, None] < chunk, part, 0), 0)
     total = tl.where(bins <= num_experts, total, 0)
     tiles = tl.where(bins < num_experts, (total + BLOCK_M - 1) // BLOCK_M, 0)
     start = tl.cumsum(total, 0) - total
@@ -208,12 +234,20 @@ def order_many_pairs(
         topk_ids, token_at, count, *by_slot, pairs, num_experts, TOP_K=top_k,
         HAS_SLOTS=factors is not None, CHUNK=chunk, BINS=bins, **options,
     )  # fmt: skip
+    total, is_scanned = count, chunks > MOST_CHUNKS
+    if is_scanned:
+        total = torch.empty(bins, dtype=torch.int32, device=device)
+        _scan_kernel[(bins // 16,)](
+            count, total, chunks, BINS=bins, ROWS=power_of_two(chunks, 16, 256), COLUMNS=16,
+            num_warps=4, **options,
+        )  # fmt: skip
     _place_kernel[(chunks,)](
-        slots, *weight_arguments(topk_weights, scale, topk_ids), *by_slot, count,
+        slots, *weight_arguments(topk_weights, scale, topk_ids), *by_slot, count, total,
         pair, expert, slot, *tile, num_tiles, num_pieces, pairs, num_experts, chunks,
         TOP_K=top_k, HAS_SLOTS=factors is not None, HAS_WEIGHTS=scale is not None,
-        BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64),
-        COLUMNS=min(chunk, 32), num_warps=8, **options,
+        SCANNED=is_scanned, BLOCK_M=block_m, CHUNK=chunk, BINS=bins,
+        ROWS=power_of_two(chunks, 16, 64),
+        COLUMNS=min(chunk, 16), num_warps=8, **options,
     )  # fmt: skip
     arrays = (pair, expert, slot, None, None, *tile, num_tiles, num_pieces)
     return make_order(topk_ids, factors, arrays, block_m, num_experts, scale)
