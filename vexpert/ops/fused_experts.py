@@ -45,14 +45,21 @@ class FusedExpertsKernel:
     ) -> torch.Tensor:
         if hidden.shape[0] == 0:
             return torch.empty_like(hidden)
-        adapters = 0 if lora is None else lora.num_adapters
-        plan = choose_plan(self.shape(topk_ids), adapters)
+        plan = self.choose(topk_ids, lora)
         return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan, finish)
 
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
         """What the layer launches before its products: to be timed alone."""
-        plan = choose_plan(self.shape(topk_ids), lora.num_adapters if lora else 0)
+        plan = self.choose(topk_ids, lora)
         return _order(topk_ids, None, lora, self.experts.down.shape[0], plan)
+
+    def choose(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> MoePlan:
+        """The plan of a step with topk_ids [T, K]."""
+        shape = self.shape(topk_ids)
+        if lora is None:
+            return choose_plan(shape, 0)
+        rank = max(lora.most_rank(is_down=True), lora.most_rank(is_down=False) // 2)
+        return choose_plan(shape, lora.num_adapters, rank)
 
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
         """What the plan depends on, for topk_ids [T, K]."""

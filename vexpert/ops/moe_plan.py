@@ -82,9 +82,9 @@ class MoeShape:
 
 
 @lru_cache(maxsize=4096)  # every layer of a step asks the same
-def choose_plan(shape: MoeShape, adapters: int) -> MoePlan:
-    """The plan of a step in which at most `adapters` adapters are active (0: none)."""
-    return MoePlan(_base(shape), _lora(shape, max(1, adapters)))
+def choose_plan(shape: MoeShape, adapters: int, rank: int = 16) -> MoePlan:
+    """The plan of a step in which at most `adapters` adapters, of at most `rank`, are active."""
+    return MoePlan(_base(shape), _lora(shape, max(1, adapters), rank))
 
 
 @cache
@@ -134,14 +134,26 @@ def _fit(tile: TileShape, depth: int, shape: MoeShape) -> TileShape:
     return replace(tile, tma=tile.tma and fits)
 
 
-def _lora(shape: MoeShape, adapters: int) -> LoraPlan:
+def _lora(shape: MoeShape, adapters: int, rank: int) -> LoraPlan:
     runs = min(shape.pairs, shape.num_experts * adapters)
     row = _first(
         f"lora {_kind(shape.dtype)}",
         tokens=shape.tokens,
         rows_per_expert=shape.pairs / shape.num_experts,
         rows_per_run=shape.pairs / max(1, runs),
+        rank=rank,
     )
     rest = {key: row[key] for key in ("by_run", "group", "item_stages", "prefetch", "early")}
     plan = LoraPlan(ShrinkShape(**row["shrink"]), ShrinkShape(**row["down_shrink"]), **rest)
-    return replace(plan, by_run=plan.by_run or order_chunk(shape.pairs) > 0)
+    delta = _delta(row["delta"], shape) if "delta" in row else None
+    return replace(plan, by_run=plan.by_run or order_chunk(shape.pairs) > 0, delta=delta)
+
+
+def _delta(row: dict[str, Any], shape: MoeShape) -> DeltaPlan:
+    return DeltaPlan(
+        row["piece"],
+        DeltaShape(**row["gate_up"]),
+        DeltaShape(**row["down"]),
+        _fit(TileShape(**row["base_gate_up"]), shape.hidden_size, shape),
+        _fit(TileShape(**row["base_down"]), shape.intermediate_size, shape),
+    )
