@@ -56,19 +56,17 @@ PLANS = {
     "delta": (
         Flags(),
         BasePlan(False, 32, SMALL, SMALL, 16, pdl=False),
-        LoraPlan(
-            RUN, RUN, True, 1, delta=DeltaPlan(16, DELTA, DELTA, TileShape(16, 16, tma=True), SMALL)
-        ),
+        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(16, DELTA, DELTA)),
     ),
     "delta-shared": (
         GPT_OSS,
         BasePlan(False, 32, SMALL, SMALL, pdl=False),
-        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(32, SHARED, DELTA, SMALL, SMALL)),
+        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(32, SHARED, DELTA)),
     ),
     "delta-scaled-input": (
         Flags(is_transposed=True, scale_input=True),
         ORDERED,
-        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(16, SHARED, SHARED, SMALL, SMALL)),
+        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(16, SHARED, SHARED)),
     ),
     "scaled-input": (
         Flags(is_transposed=True, scale_input=True),

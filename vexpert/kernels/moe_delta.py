@@ -2,10 +2,9 @@
 
   delta[p, slice i] = B[s, e, i] (A[s, e] x[p])     at position p of expert e and slot s >= 0
 
-It is bound by bytes, the base product by arithmetic: a few programs for each multiprocessor take
-the pieces of `moe_pieces` in the order of their tiles, and count each down in `pending`. The base
-product, which may start when all of these programs run, adds a tile's delta once its pieces are
-done. Shrunk rows never leave a program.
+A few programs for each multiprocessor take the pieces of `moe_pieces` in the order of their tiles,
+and count each down in `pending`. The base product may start when all of these programs run, and
+adds a tile's delta once its pieces are done. Shrunk rows never leave a program.
 
 | array | shape | holds |
 |---|---|---|
@@ -43,7 +42,6 @@ class DeltaShape:
     num_stages: int = 4
     share: int = 1  # programs that share a tile's pieces
     programs: int = 1  # for each multiprocessor
-    registers: int | None = None  # of a thread
 
 
 @dataclass(frozen=True)
@@ -153,7 +151,8 @@ def _delta_kernel(
     # An item is every SHARE-th piece of a tile. Where a piece lies is read one piece ahead.
     item = tl.program_id(0)
     items = tl.load(num_tiles) * SHARE
-    tile = tl.minimum(item, items - 1) // SHARE
+    last = tl.maximum(items - 1, 0)
+    tile = tl.minimum(item, last) // SHARE
     piece = tile * TILE + item % SHARE
     count = tl.load(count_at + tile)
     at = tl.load(first_at + piece)
@@ -163,7 +162,7 @@ def _delta_kernel(
     while item < items:
         goes_on = piece + SHARE < tile * TILE + count
         next_item = tl.where(goes_on, item, item + tl.num_programs(0))
-        next_tile = tl.minimum(next_item, items - 1) // SHARE
+        next_tile = tl.minimum(next_item, last) // SHARE
         next_piece = tl.where(goes_on, piece + SHARE, next_tile * TILE + next_item % SHARE)
         next_count = tl.load(count_at + next_tile)
         next_at = tl.load(first_at + next_piece)
@@ -217,7 +216,8 @@ def moe_delta(
     part = 4 if is_down else 2
     rows = torch.empty(order.num_pairs, slices * size, dtype=hidden.dtype, device=hidden.device)
     delta = Delta(rows, pieces.pending[site], order.slot)
-    items = order.max_tiles * shape.share
+    share = min(shape.share, order.block_m)  # a tile has no more pieces
+    items = order.max_tiles * share
     _delta_kernel[(min(items, shape.programs * _processors(hidden.device)),)](
         hidden, order.pair, order.num_tiles, pieces.count, delta.pending, pieces.first,
         pieces.stop, lora.arena, pieces.address[site], pieces.rank[site], pieces.address[part],
@@ -226,8 +226,8 @@ def moe_delta(
         EVEN_K=depth % shape.block_k == 0, EVEN_N=size % shape.block_n == 0,
         A_ALIGNMENT=lora.alignment_of(depth), B_ALIGNMENT=lora.alignment_of(size),
         PRECISION=dot_precision(hidden.dtype), STAGES=shape.num_stages, TILE=order.block_m,
-        SHARE=shape.share, BLOCK_M=pieces.piece, BLOCK_K=shape.block_k,
+        SHARE=share, BLOCK_M=pieces.piece, BLOCK_K=shape.block_k,
         BLOCK_R=power_of_two(lora.max_rank, 16, MOST_RANKS), BLOCK_N=shape.block_n,
-        num_warps=shape.num_warps, maxnreg=shape.registers, **pdl_options(pdl),
+        num_warps=shape.num_warps, **pdl_options(pdl),
     )  # fmt: skip
     return delta

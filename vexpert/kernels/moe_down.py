@@ -366,7 +366,6 @@ def moe_down(
         BLOCK_K=shape.block_k,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
-        maxnreg=shape.registers,
         **pdl_options(pdl),
     )
     return out

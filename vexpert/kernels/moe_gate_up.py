@@ -64,7 +64,6 @@ class TileShape:
         0  # rows of the smaller tile that an expert's last pairs take if they fit; 0: none
     )
     tma: bool = False  # weights through the tensor memory accelerator: [E, N, K] contiguous
-    registers: int | None = None  # of a thread, at most
 
 
 def weight_rows(weight: torch.Tensor, shape: TileShape) -> TensorDescriptor:
@@ -543,7 +542,6 @@ def moe_gate_up(
         BLOCK_K=shape.block_k,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
-        maxnreg=shape.registers,
         **pdl_options(pdl),
     )
     return inter

@@ -110,10 +110,8 @@ def fused_experts(
     order = _order(topk_ids, scales, lora, experts.down.shape[0], plan)
     delta = plan.lora.delta if _fits(order.factors) else None
     runs = pieces = None
-    gate_up_shape, down_shape = base.gate_up, base.down
     if delta is not None:
         pieces = find_pieces(order, delta.piece, pdl)
-        gate_up_shape, down_shape = delta.base_gate_up, delta.base_down
     elif lora is not None and plan.lora.by_run:
         runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl)
     x, scaled = hidden, experts.scale_input
@@ -127,10 +125,10 @@ def fused_experts(
         if site is None:
             return None
         if delta is not None and pieces is not None:
-            beside = delta.down if is_down else delta.gate_up
+            its = delta.down if is_down else delta.gate_up
             size = experts.down.shape[1] if is_down else experts.columns[0]
             is_scaled = scaled and not is_down
-            return moe_delta(source, order, pieces, beside, size, is_down, is_scaled, pdl)
+            return moe_delta(source, order, pieces, its, size, is_down, is_scaled, pdl)
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
         h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
@@ -144,7 +142,7 @@ def fused_experts(
         order,
         experts.columns,
         experts.activation,
-        gate_up_shape,
+        base.gate_up,
         expand(x, is_down=False),
         scaled,
         pdl,
@@ -155,7 +153,7 @@ def fused_experts(
         experts.down_bias,
         order.scale,
         order,
-        down_shape,
+        base.down,
         expand(inter, is_down=True),
         pdl,
     )

@@ -32,13 +32,11 @@ class BasePlan:
 
 @dataclass(frozen=True)
 class DeltaPlan:
-    """LoRA of a whole tile beside the base product, whose tiles leave room for it."""
+    """LoRA of each product in one kernel, whose result the base product adds; `moe_delta`."""
 
     piece: int  # positions
     gate_up: DeltaShape
     down: DeltaShape
-    base_gate_up: TileShape
-    base_down: TileShape
 
 
 @dataclass(frozen=True)
@@ -52,7 +50,7 @@ class LoraPlan:
     item_stages: int = 1  # of the loop over groups
     prefetch: bool = False  # the first group's factors before the base product; of runs, where
     early: bool = False  # shrunk rows before it too; runs only
-    delta: DeltaPlan | None = None  # in place of all of it, up to so many ranks
+    delta: DeltaPlan | None = None  # in place of all of it, unless ranks are too many
 
 
 @dataclass(frozen=True)
@@ -145,15 +143,8 @@ def _lora(shape: MoeShape, adapters: int, rank: int) -> LoraPlan:
     )
     rest = {key: row[key] for key in ("by_run", "group", "item_stages", "prefetch", "early")}
     plan = LoraPlan(ShrinkShape(**row["shrink"]), ShrinkShape(**row["down_shrink"]), **rest)
-    delta = _delta(row["delta"], shape) if "delta" in row else None
+    delta = None
+    if "delta" in row:
+        its = row["delta"]
+        delta = DeltaPlan(its["piece"], DeltaShape(**its["gate_up"]), DeltaShape(**its["down"]))
     return replace(plan, by_run=plan.by_run or order_chunk(shape.pairs) > 0, delta=delta)
-
-
-def _delta(row: dict[str, Any], shape: MoeShape) -> DeltaPlan:
-    return DeltaPlan(
-        row["piece"],
-        DeltaShape(**row["gate_up"]),
-        DeltaShape(**row["down"]),
-        _fit(TileShape(**row["base_gate_up"]), shape.hidden_size, shape),
-        _fit(TileShape(**row["base_down"]), shape.intermediate_size, shape),
-    )
