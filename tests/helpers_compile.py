@@ -12,10 +12,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
+from vexpert.kernels.moe_delta import DeltaShape, moe_delta
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
 from vexpert.kernels.moe_gate_up import Expand, TileShape
 from vexpert.kernels.moe_order import identity_order, make_order
+from vexpert.kernels.moe_pieces import find_pieces
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import ShrinkShape, moe_shrink
 
@@ -90,6 +92,18 @@ def down_ptx() -> dict[str, str]:
     return {"down": found[0]}
 
 
+def delta_ptx() -> dict[str, str]:
+    """gate_up's delta and down's."""
+    found: list[str] = []
+    compile_only(found, "_delta_kernel")
+    ints = torch.zeros(64, dtype=torch.int32)
+    order = make_order(torch.zeros(8, 8, dtype=torch.int64), make_factors(0), (ints,) * 10, 64, 128)
+    pieces, shape = find_pieces(order, 16), DeltaShape(128, 256, num_stages=3)
+    moe_delta(torch.empty(8, 2048, dtype=torch.bfloat16), order, pieces, shape, 768)
+    moe_delta(torch.empty(64, 768, dtype=torch.bfloat16), order, pieces, shape, 2048, True)
+    return dict(zip(("delta of gate_up", "delta of down"), found, strict=True))
+
+
 def dense_ptx() -> dict[str, str]:
     """PTX of a packed dense layer's shrink and product by the number of rows."""
     from vexpert.kernels.dense_linear import DenseLora, dense_linear
@@ -123,7 +137,7 @@ def main() -> None:
             "narrower": len(re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*\], 0x[48]", ptx)),
             "by 2": len(re.findall(r"@%p\d+ ld\.global\S*\.b16", ptx)),
         }
-        for name, ptx in (shrink_ptx() | down_ptx() | dense_ptx()).items()
+        for name, ptx in (shrink_ptx() | down_ptx() | delta_ptx() | dense_ptx()).items()
     }
     sys.stdout.write(json.dumps(loads) + "\n")
 

@@ -7,16 +7,19 @@ import torch
 from helpers_lora import SlotSpec, make_table, relative_error
 from helpers_moe import Flags, Layer, make_layer, naive
 
+from vexpert.kernels import moe_order_chunks
 from vexpert.kernels.activations import Activation, reference_activation
+from vexpert.kernels.moe_delta import DeltaShape
 from vexpert.kernels.moe_factors import PairFactors
 from vexpert.kernels.moe_gate_up import TileShape
 from vexpert.kernels.moe_order import identity_order, order_pairs, reference_order
 from vexpert.kernels.moe_order_chunks import order_many_pairs
+from vexpert.kernels.moe_pieces import find_pieces
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import ShrinkShape
 from vexpert.ops.activation import recognise
 from vexpert.ops.fused_experts import fused_experts, site_factors
-from vexpert.ops.moe_plan import BasePlan, LoraPlan, MoePlan, MoeShape, choose_plan
+from vexpert.ops.moe_plan import BasePlan, DeltaPlan, LoraPlan, MoePlan, MoeShape, choose_plan
 from vexpert.ops.types import ExpertsLora, ExpertsTensors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_ops_gpu.py runs these")
@@ -25,6 +28,8 @@ SMALL = TileShape(16, 16)
 RUN = ShrinkShape(16, 2, 16)
 CHUNK = ShrinkShape(16, 1, 32)
 WIDE = ShrinkShape(32, 1, 32)
+DELTA = DeltaShape(16, 16)
+SHARED = DeltaShape(32, 32, share=3, programs=2)
 GPT_OSS = Flags(is_transposed=True, is_interleaved=True, has_bias=True)
 ALONE = BasePlan(True, 16, SMALL, SMALL, pdl=False)  # dependent launches need a GPU
 ORDERED = BasePlan(False, 16, SMALL, SMALL, pdl=False)
@@ -47,6 +52,21 @@ PLANS = {
         Flags(has_gate=False),
         BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), 64, pdl=False),
         LoraPlan(WIDE, WIDE, True, 2, 1, True, True),
+    ),
+    "delta": (
+        Flags(),
+        BasePlan(False, 32, SMALL, SMALL, 16, pdl=False),
+        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(16, DELTA, DELTA)),
+    ),
+    "delta-shared": (
+        GPT_OSS,
+        BasePlan(False, 32, SMALL, SMALL, pdl=False),
+        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(32, SHARED, DELTA)),
+    ),
+    "delta-scaled-input": (
+        Flags(is_transposed=True, scale_input=True),
+        ORDERED,
+        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(16, SHARED, SHARED)),
     ),
     "scaled-input": (
         Flags(is_transposed=True, scale_input=True),
@@ -106,9 +126,10 @@ def test_plans(name: str, tokens: int, top_k: int, experts: int) -> None:
     assert torch.equal(out[idle], alone[idle])
 
 
+@pytest.mark.parametrize("name", ["rows", "delta-shared"])
 @pytest.mark.parametrize("which", ["gate_up", "down"])
-def test_one_product_adapted(which: str) -> None:
-    flags, base, how = PLANS["rows"]
+def test_one_product_adapted(which: str, name: str) -> None:
+    flags, base, how = PLANS[name]
     layer = make_layer(9, 2, 8, 8, flags)
     out = run(layer, MoePlan(base, how), lora_of(layer, which=which))
     layer.tables[1 if which == "gate_up" else 0].packed.zero_()
@@ -117,7 +138,7 @@ def test_one_product_adapted(which: str) -> None:
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("rank", [3, 40, 65, 130])
-@pytest.mark.parametrize("name", ["rows-prefetch", "runs-early"])
+@pytest.mark.parametrize("name", ["rows-prefetch", "runs-early", "delta-shared"])
 def test_ranks_beyond_one_step_of_the_dot(name: str, rank: int) -> None:
     flags, base, how = PLANS[name]
     layer = make_layer(5, 2, 4, rank, flags)
@@ -126,7 +147,7 @@ def test_ranks_beyond_one_step_of_the_dot(name: str, rank: int) -> None:
 
 @pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning")
 @pytest.mark.parametrize("rank", [24, 70])
-@pytest.mark.parametrize("name", ["rows", "runs"])
+@pytest.mark.parametrize("name", ["rows", "runs", "delta"])
 @pytest.mark.parametrize("kind", ["one shrink", "gate alone"])
 def test_a_slice_may_have_every_row_of_a(kind: str, name: str, rank: int) -> None:
     """Gate and up share A, or only one of them is adapted: B has as many rows as A."""
@@ -176,6 +197,41 @@ def test_order(tokens: int, top_k: int, experts: int, block_m: int) -> None:
         assert torch.equal(getattr(one, name)[:count], getattr(many, name)[:count])
     for name in ("expert", "slot"):
         assert torch.equal(getattr(one, name), getattr(many, name))
+
+
+def test_tokens_by_more_slots_than_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+    layer = make_layer(100, 4, 20, 4)
+    factors = factors_of(lora_of(layer), 400)
+    counted = order_many_pairs(layer.topk_ids, factors, 20, 16, chunk=16)
+    monkeypatch.setattr(moe_order_chunks, "MOST_BINS", 4)
+    compared = order_many_pairs(layer.topk_ids, factors, 20, 16, chunk=16)
+    assert torch.equal(counted.pair, compared.pair)
+
+
+@pytest.mark.parametrize(("tokens", "top_k", "experts", "block_m"), ORDERS[1:3])
+def test_pieces(tokens: int, top_k: int, experts: int, block_m: int) -> None:
+    layer = make_layer(tokens, top_k, experts, 4, sentinel_share=0.1)
+    ids, lora = layer.topk_ids, lora_of(layer)
+    order = order_pairs(ids, factors_of(lora, ids.numel()), experts, block_m)
+    runs, found = find_runs(order, 16, 3), find_pieces(order, 16)
+    for tile in range(int(order.num_tiles)):
+        at = range(tile * block_m, tile * block_m + int(runs.num_runs[tile]))
+        pairs = [(int(runs.run_first[i]), int(runs.run_stop[i])) for i in at]
+        want = [
+            (p, min(p + 16, b), i)
+            for i, (a, b) in zip(at, pairs, strict=True)
+            for p in range(a, b, 16)
+        ]
+        count = int(found.count[tile])
+        assert count == len(want)
+        assert found.pending[:, tile].tolist() == [count, count]
+        here = slice(tile * block_m, tile * block_m + count)
+        assert list(zip(found.first[here].tolist(), found.stop[here].tolist(), strict=True)) == [
+            (a, b) for a, b, _ in want
+        ]
+        run = [i for *_, i in want]
+        assert torch.equal(found.rank[:, here], runs.run_rank[:, run])
+        assert torch.equal(found.address[:, here], runs.run_address[:, run])
 
 
 @pytest.mark.parametrize(("tokens", "top_k", "experts", "block_m"), ORDERS)

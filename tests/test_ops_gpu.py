@@ -12,8 +12,14 @@ from helpers_lora import TOLERANCE, assert_delta, bits, relative_error
 from helpers_lora_cases import SHAPES, make_case, run, zeros_for
 from helpers_moe import Flags, Hooks, make_layer, naive
 
+from vexpert.kernels.common import can_use_pdl
+from vexpert.kernels.moe_delta import DeltaShape
+from vexpert.kernels.moe_gate_up import TileShape
+from vexpert.kernels.moe_shrink import ShrinkShape
 from vexpert.moe.runner import MoeRunner
+from vexpert.ops import fused_experts
 from vexpert.ops.backend import select_backend
+from vexpert.ops.moe_plan import BasePlan, DeltaPlan, LoraPlan, MoePlan
 
 pytestmark = pytest.mark.gpu
 DTYPES = list(TOLERANCE)
@@ -120,6 +126,25 @@ def test_runner(tokens: int, top_k: int, experts: int, flags: Flags, dtype: torc
     captured = torch.zeros_like(out)
     replay(lambda: captured.copy_(runner(*step, hooks)), lambda: captured.zero_())
     assert torch.equal(bits(captured), bits(out))
+
+
+@pytest.mark.parametrize("block_m", [16, 64])
+def test_delta_beside_the_product(block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that wait for each tile's delta, launched before it is complete."""
+    layer = make_layer(300, 2, 5, 8, dtype=torch.bfloat16, device="cuda", sentinel_share=0.1)
+    tile, shrink, delta = TileShape(16, 16), ShrinkShape(16, 1, 16), DeltaShape(16, 16, share=3)
+    base = BasePlan(False, block_m, tile, tile, 64, can_use_pdl(torch.device("cuda")))
+    lora = LoraPlan(shrink, shrink, True, 1, delta=DeltaPlan(16, delta, delta))
+    monkeypatch.setattr(fused_experts, "choose_plan", lambda *_, **__: MoePlan(base, lora))
+    backend = select_backend("triton", "cuda", torch.bfloat16)
+    runner, hooks = MoeRunner(layer.weights, backend), Hooks(layer, backend).hooks
+    step = (layer.hidden, layer.topk_ids, layer.topk_weights)
+    out = runner(*step, hooks)
+    assert relative_error(out, naive(layer, True)) < TOLERANCE[torch.bfloat16]
+    for _ in range(20):
+        captured = torch.zeros_like(out)
+        replay(lambda y=captured: y.copy_(runner(*step, hooks)), captured.zero_)
+        assert torch.equal(bits(captured), bits(out))
 
 
 def test_arena_beyond_two_to_the_31_elements() -> None:

@@ -19,9 +19,11 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
+from vexpert.kernels.moe_delta import Delta, wait_for_pieces
 from vexpert.kernels.moe_gate_up import (
     Expand,
     TileShape,
+    delta_tensors,
     expand_options,
     expand_tensors,
     factor_stride,
@@ -58,6 +60,9 @@ def _down_tile(
     run_first,
     run_stop,
     num_runs,
+    delta,
+    pending,
+    slot_at,
     h,
     arena,
     address,
@@ -76,6 +81,7 @@ def _down_tile(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -191,6 +197,13 @@ def _down_tile(
                         max_rank, 4, 1, TOP_K, IDENTITY, dtype, PLANES,
                     )  # fmt: skip
                 total = tl.dot(h_tile, b_tile, total, input_precision=PRECISION)
+    if HAS_DELTA:
+        slot = tl.load(slot_at + position, mask=mine, other=-1)
+        wait_for_pieces(pending + tile)
+        delta_at = delta + position.to(tl.int64)[:, None] * size + n[None, :]
+        adapted = (slot >= 0)[:, None] & inside[None, :]
+        # -0: what is added to a base row leaves its bits alone.
+        total += tl.load(delta_at, mask=adapted, other=-0.0).to(tl.float32)
     if HAS_SCALE:
         total *= scale[:, None]
     target = out + pair.to(tl.int64)[:, None] * size + n[None, :]
@@ -217,6 +230,9 @@ def _down_kernel(
     run_first,
     run_stop,
     num_runs,
+    delta,
+    pending,
+    slot_at,
     h,
     arena,
     address,
@@ -236,6 +252,7 @@ def _down_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -258,7 +275,7 @@ def _down_kernel(
 ):
     pdl_release(PDL)
     # With a shrink between, inter was complete before this kernel could start: wait later.
-    pdl_wait(PDL and not HAS_LORA)
+    pdl_wait(PDL and not (HAS_LORA or HAS_DELTA))
     blocks = tl.cdiv(size, BLOCK_N)
     tile = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -270,20 +287,22 @@ def _down_kernel(
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _down_tile(
             expert, tile, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias,
-            scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
-            rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
-            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE, HAS_LORA, PLANES, BY_RUN, GROUP,
-            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
-            EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
+            scale_at, out, pair_at, run_first, run_stop, num_runs, delta, pending, slot_at, h,
+            arena, address, rank, num_pairs, factor_stride, num_slots, depth, size,
+            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
+            HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
+            RANK_STEPS, SLICE_WIDTH, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M,
+            BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _down_tile(
             expert, tile, start, end, block, inter, inter_rows, weight, weight_rows, bias,
-            scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
-            rank, num_pairs, factor_stride, num_slots, depth, size, stride_we, stride_wn, stride_wk,
-            max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE, HAS_LORA, PLANES, BY_RUN, GROUP,
-            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
-            EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+            scale_at, out, pair_at, run_first, run_stop, num_runs, delta, pending, slot_at, h,
+            arena, address, rank, num_pairs, factor_stride, num_slots, depth, size,
+            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
+            HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
+            RANK_STEPS, SLICE_WIDTH, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M,
+            BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
 
@@ -294,7 +313,7 @@ def moe_down(
     scale: torch.Tensor | None,
     order: PairOrder,
     shape: TileShape,
-    lora: Expand | None = None,
+    lora: Expand | Delta | None = None,
     pdl: bool = False,
 ) -> torch.Tensor:
     """out [P, H], see the table above; weight [E, H, I] (a view, if transposed)."""
@@ -302,6 +321,7 @@ def moe_down(
     size = weight.shape[1]
     out = torch.empty(pairs, size, dtype=inter.dtype, device=inter.device)
     none = inter
+    expand, delta = delta_tensors(lora, none)
     tiles = pairs if order.is_identity else order.max_tiles
     tail_m = shape.tail_m or order.block_m
     rows = [inter, inter]
@@ -323,20 +343,21 @@ def moe_down(
         order.tile_start,
         order.tile_end,
         order.num_tiles,
-        *expand_tensors(lora, order, none),
+        *expand_tensors(expand, delta, order, none),
         pairs,
-        factor_stride(lora, pairs),
-        0 if lora is None else lora.factors.num_slots,
+        factor_stride(expand, pairs),
+        0 if expand is None else expand.factors.num_slots,
         order.num_experts,
         depth,
         size,
         *weight.stride(),
-        0 if lora is None else lora.h.shape[2],
+        0 if expand is None else expand.h.shape[2],
         TOP_K=order.top_k,
         IDENTITY=order.is_identity,
         HAS_BIAS=bias is not None,
         HAS_SCALE=scale is not None,
-        **expand_options(lora, size),
+        **expand_options(expand, size),
+        HAS_DELTA=isinstance(lora, Delta),
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
         TMA=shape.tma,
         PRECISION=dot_precision(inter.dtype),

@@ -23,6 +23,7 @@ from vexpert.kernels.activate import activate
 from vexpert.kernels.activations import Activation
 from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
+from vexpert.kernels.moe_delta import Delta, wait_for_pieces
 from vexpert.kernels.moe_factors import SiteFactors
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import TileRuns
@@ -73,21 +74,30 @@ def weight_rows(weight: torch.Tensor, shape: TileShape) -> TensorDescriptor:
     return TensorDescriptor.from_tensor(rows, [shape.block_n, shape.block_k])
 
 
+def delta_tensors(
+    lora: Expand | Delta | None, none: torch.Tensor
+) -> tuple[Expand | None, tuple[torch.Tensor, ...]]:
+    """The expand, if it is one; delta, pending and slot_at."""
+    if isinstance(lora, Delta):
+        return None, (lora.rows, lora.pending, lora.slot)
+    return lora, (none,) * 3
+
+
 def expand_tensors(
-    lora: Expand | None, order: PairOrder, none: torch.Tensor
+    lora: Expand | None, delta: tuple[torch.Tensor, ...], order: PairOrder, none: torch.Tensor
 ) -> tuple[torch.Tensor, ...]:
-    """run_first, run_stop, num_runs, h, arena, address and rank, in the kernels' order."""
+    """run_first ... num_runs, `delta`'s, h, arena, address and rank, in the kernels' order."""
     if lora is None:
-        return (none,) * 7
+        return none, none, none, *delta, none, none, none, none
     assert order.factors is not None
     arena, runs = lora.factors.arena, lora.runs
     if runs is not None:
         lists = runs.run_first, runs.run_stop, runs.num_runs
-        return *lists, lora.h, arena, runs.run_address, runs.run_rank
+        return *lists, *delta, lora.h, arena, runs.run_address, runs.run_rank
     found = order.factors.address, order.factors.rank
     if order.is_identity:
         found = order.factors.slots, lora.factors.packed
-    return none, none, none, lora.h, arena, *found
+    return none, none, none, *delta, lora.h, arena, *found
 
 
 def factor_stride(lora: Expand | None, pairs: int) -> int:
@@ -140,6 +150,9 @@ def _gate_up_tile(
     run_first,
     run_stop,
     num_runs,
+    delta,
+    pending,
+    slot_at,
     h,
     arena,
     address,
@@ -162,6 +175,7 @@ def _gate_up_tile(
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -346,6 +360,16 @@ def _gate_up_tile(
                             num_slots, max_rank, 3, GATE_SLICES, TOP_K, IDENTITY, dtype, PLANES,
                         )  # fmt: skip
                     up = tl.dot(h_up, b_up, up, input_precision=PRECISION)
+    if HAS_DELTA:
+        slot = tl.load(slot_at + position, mask=mine, other=-1)
+        wait_for_pieces(pending + tile)
+        slices: tl.constexpr = 2 if GATED else 1
+        delta_at = delta + position.to(tl.int64)[:, None] * (slices * size) + n[None, :]
+        adapted = (slot >= 0)[:, None] & inside[None, :]
+        # -0: what is added to a base row leaves its bits alone.
+        gate += tl.load(delta_at, mask=adapted, other=-0.0).to(tl.float32)
+        if GATED:
+            up += tl.load(delta_at + size, mask=adapted, other=-0.0).to(tl.float32)
     out = activate(gate, up, ACTIVATION, ALPHA, LIMIT).to(inter.dtype.element_ty)
     target = inter + position.to(tl.int64)[:, None] * size + n[None, :]
     tl.store(target, out, mask=mine[:, None] & inside[None, :])
@@ -368,6 +392,9 @@ def _gate_up_kernel(
     run_first,
     run_stop,
     num_runs,
+    delta,
+    pending,
+    slot_at,
     h,
     arena,
     address,
@@ -391,6 +418,7 @@ def _gate_up_kernel(
     GATED: tl.constexpr,
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
+    HAS_DELTA: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -416,7 +444,7 @@ def _gate_up_kernel(
 ):
     pdl_release(PDL)
     # With a shrink between, the order was complete before this kernel could start: wait later.
-    pdl_wait(PDL and not HAS_LORA)
+    pdl_wait(PDL and not (HAS_LORA or HAS_DELTA))
     blocks = tl.cdiv(size, BLOCK_N)
     tile = tl.program_id(0) // blocks
     block = tl.program_id(0) % blocks
@@ -428,21 +456,23 @@ def _gate_up_kernel(
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_first, run_stop, num_runs, h, arena, address, rank, num_pairs, factor_stride,
+            run_first, run_stop, num_runs, delta, pending, slot_at, h, arena,
+            address, rank, num_pairs, factor_stride,
             num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
-            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP,
+            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
             ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_first, run_stop, num_runs, h, arena, address, rank, num_pairs, factor_stride,
+            run_first, run_stop, num_runs, delta, pending, slot_at, h, arena,
+            address, rank, num_pairs, factor_stride,
             num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
-            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, PLANES, BY_RUN, GROUP, ITEM_STAGES,
-            PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP,
+            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
             ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
@@ -455,7 +485,7 @@ def moe_gate_up(
     columns: tuple[int, int, int],
     activation: Activation,
     shape: TileShape,
-    lora: Expand | None = None,
+    lora: Expand | Delta | None = None,
     scaled: bool = False,
     pdl: bool = False,
 ) -> torch.Tensor:
@@ -469,6 +499,7 @@ def moe_gate_up(
     inter = torch.empty(pairs, size, dtype=hidden.dtype, device=hidden.device)
     tiles = pairs if order.is_identity else order.max_tiles
     none = hidden
+    expand, delta = delta_tensors(lora, none)
     _gate_up_kernel[(tiles * ceil_div(size, shape.block_n),)](
         hidden,
         weight,
@@ -481,10 +512,10 @@ def moe_gate_up(
         order.tile_start,
         order.tile_end,
         order.num_tiles,
-        *expand_tensors(lora, order, none),
+        *expand_tensors(expand, delta, order, none),
         pairs,
-        factor_stride(lora, pairs),
-        0 if lora is None else lora.factors.num_slots,
+        factor_stride(expand, pairs),
+        0 if expand is None else expand.factors.num_slots,
         order.num_experts,
         depth,
         size,
@@ -492,13 +523,14 @@ def moe_gate_up(
         *weight.stride(),
         up_start,
         step,
-        0 if lora is None else lora.h.shape[2],
+        0 if expand is None else expand.h.shape[2],
         TOP_K=order.top_k,
         SCALED=scaled,
         IDENTITY=order.is_identity,
         GATED=activation.has_gate,
         HAS_BIAS=bias is not None,
-        **expand_options(lora, size),
+        **expand_options(expand, size),
+        HAS_DELTA=isinstance(lora, Delta),
         ACTIVATION=activation.name,
         ALPHA=activation.alpha,
         LIMIT=activation.limit,

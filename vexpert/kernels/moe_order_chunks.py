@@ -1,8 +1,10 @@
 """The same arrays as `moe_order` for many pairs, by counting: P * CHUNK and, with slots, T * T.
 
-0. rank, with slots only: the tokens by slot. What follows keeps the order of tokens.
+0. rank, with slots only: the tokens by slot, by counting too unless slots are too many. What
+   follows keeps the order of tokens.
 1. count: pairs of each expert in each chunk.
-2. place: position by expert = pairs of lower experts + of this one in earlier chunks + in this one.
+2. scan, of many chunks only: of those counts, the sums over earlier chunks.
+3. place: position by expert = pairs of lower experts + of this one in earlier chunks + in this one.
 
 Runs and factors are looked up by tile, in `moe_runs`.
 
@@ -19,8 +21,12 @@ import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.launch import direct_launch
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_factors import PairFactors
 from vexpert.kernels.moe_order import PairOrder, keys_of, make_order, weight_arguments
+
+MOST_BINS = 1024  # of slots: more are compared
+MOST_CHUNKS = 64  # that each program of place adds up itself
 
 
 @direct_launch
@@ -48,6 +54,61 @@ def _rank_kernel(
 
 @direct_launch
 @triton.jit
+def _bins_of(slots, token, there, BINS: tl.constexpr):
+    """Base rows are bin 0, a slot the one behind it, what is not there the last."""
+    slot = tl.load(slots + token, mask=there, other=0).to(tl.int32)
+    return tl.where(there, tl.maximum(slot, -1) + 1, BINS - 1)
+
+
+@direct_launch
+@triton.jit
+def _rank_by_counting_kernel(
+    slots, token_at, num_tokens, ROWS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """Each program counts all slots itself: that takes less than a second launch would."""
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    begin = tl.program_id(0) * ROWS
+    total = tl.zeros((BINS,), dtype=tl.int32)
+    earlier = tl.zeros((BINS,), dtype=tl.int32)
+    for first in range(0, num_tokens, CHUNK):
+        other = first + tl.arange(0, CHUNK)
+        count = tl.histogram(_bins_of(slots, other, other < num_tokens, BINS), BINS)
+        total += count
+        earlier += tl.where(first + CHUNK <= begin, count, 0)
+    # Of the chunk that this program's tokens lie in, those before them.
+    other = begin // CHUNK * CHUNK + tl.arange(0, CHUNK)
+    earlier += tl.histogram(_bins_of(slots, other, other < begin, BINS), BINS)
+    mine = begin + tl.arange(0, ROWS)
+    inside = mine < num_tokens
+    its = _bins_of(slots, mine, inside, BINS)
+    other = begin + tl.arange(0, ROWS)
+    others = _bins_of(slots, other, other < num_tokens, BINS)
+    same = (others[None, :] == its[:, None]) & (other[None, :] < mine[:, None])
+    position = tl.gather(tl.cumsum(total, 0) - total + earlier, its, 0)
+    tl.store(token_at + position + tl.sum(same.to(tl.int32), 1), mine, mask=inside)
+
+
+def _rank(slots: torch.Tensor, num_slots: int, options: dict[str, bool]) -> torch.Tensor:
+    """token_at [T]."""
+    tokens = slots.shape[0]
+    token_at = torch.empty(tokens, dtype=torch.int32, device=slots.device)
+    if num_slots + 2 > MOST_BINS:
+        _rank_kernel[(ceil_div(tokens, 8),)](
+            slots, token_at, tokens, ROWS=8, CHUNK=power_of_two(tokens, 16, 1024), num_warps=8,
+            **options,
+        )  # fmt: skip
+        return token_at
+    _rank_by_counting_kernel[(ceil_div(tokens, 64),)](
+        slots, token_at, tokens, ROWS=64, CHUNK=power_of_two(tokens, 64, 1024),
+        BINS=power_of_two(num_slots + 2, 16, MOST_BINS), num_warps=4, **options,
+    )  # fmt: skip
+    return token_at
+
+
+@direct_launch
+@triton.jit
 def _count_kernel(
     topk_ids, token_at, count, pair_by_slot, expert_by_slot, num_pairs, num_experts,
     TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, CHUNK: tl.constexpr, BINS: tl.constexpr,
@@ -69,27 +130,52 @@ def _count_kernel(
 
 @direct_launch
 @triton.jit
+def _scan_kernel(
+    count, total_at, chunks, BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """In place: pairs of each expert in earlier chunks."""
+    pdl_wait(PDL)
+    pdl_release(PDL)
+    bins = tl.program_id(0) * COLUMNS + tl.arange(0, COLUMNS)
+    total = tl.zeros((COLUMNS,), dtype=tl.int32)
+    for first in range(0, chunks, ROWS):
+        row = first + tl.arange(0, ROWS)
+        at = count + row[:, None] * BINS + bins[None, :]
+        part = tl.load(at, mask=row[:, None] < chunks, other=0)
+        up_to = tl.cumsum(part, 0)
+        tl.store(at, total[None, :] + up_to - part, mask=row[:, None] < chunks)
+        total += tl.sum(part, 0)
+    tl.store(total_at + bins, total)
+
+
+@direct_launch
+@triton.jit
 def _place_kernel(
-    slots, topk_weights, scale_at, pair_by_slot, expert_by_slot, count,
+    slots, topk_weights, scale_at, pair_by_slot, expert_by_slot, count, total_at,
     pair_at, expert_at, slot_at,
     tile_expert, tile_start, tile_end, num_tiles, num_pieces, num_pairs, num_experts, chunks,
     TOP_K: tl.constexpr, HAS_SLOTS: tl.constexpr, HAS_WEIGHTS: tl.constexpr,
-    BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
+    SCANNED: tl.constexpr, BLOCK_M: tl.constexpr, CHUNK: tl.constexpr,
     BINS: tl.constexpr, ROWS: tl.constexpr, COLUMNS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
     chunk = tl.program_id(0)
     bins = tl.arange(0, BINS)
-    total = tl.zeros((BINS,), dtype=tl.int32)
-    earlier = tl.zeros((BINS,), dtype=tl.int32)
-    for first in range(0, chunks, ROWS):
-        row = first + tl.arange(0, ROWS)
-        part = tl.load(
-            count + row[:, None] * BINS + bins[None, :], mask=row[:, None] < chunks, other=0
-        )
-        total += tl.sum(part, 0)
-        earlier += tl.sum(tl.where(row[:, None] < chunk, part, 0), 0)
+    if SCANNED:
+        earlier = tl.load(count + chunk * BINS + bins)
+        total = tl.load(total_at + bins)
+    else:
+        total = tl.zeros((BINS,), dtype=tl.int32)
+        earlier = tl.zeros((BINS,), dtype=tl.int32)
+        for first in range(0, chunks, ROWS):
+            row = first + tl.arange(0, ROWS)
+            part = tl.load(
+                count + row[:, None] * BINS + bins[None, :], mask=row[:, None] < chunks, other=0
+            )
+            total += tl.sum(part, 0)
+            earlier += tl.sum(tl.where(row[:, None] < chunk, part, 0), 0)
     total = tl.where(bins <= num_experts, total, 0)
     tiles = tl.where(bins < num_experts, (total + BLOCK_M - 1) // BLOCK_M, 0)
     start = tl.cumsum(total, 0) - total
@@ -150,21 +236,26 @@ def order_many_pairs(
     options = pdl_options(pdl)
     slots = token_at = topk_ids
     if factors is not None:
-        slots, token_at = factors.slots, torch.empty(tokens, dtype=torch.int32, device=device)
-        _rank_kernel[(ceil_div(tokens, 8),)](
-            slots, token_at, tokens, ROWS=8, CHUNK=power_of_two(tokens, 16, 1024), num_warps=8,
-            **options,
-        )  # fmt: skip
+        slots = factors.slots
+        token_at = _rank(slots, factors.num_slots, options)
     _count_kernel[(chunks,)](
         topk_ids, token_at, count, *by_slot, pairs, num_experts, TOP_K=top_k,
         HAS_SLOTS=factors is not None, CHUNK=chunk, BINS=bins, **options,
     )  # fmt: skip
+    total, is_scanned = count, chunks > MOST_CHUNKS
+    if is_scanned:
+        total = torch.empty(bins, dtype=torch.int32, device=device)
+        _scan_kernel[(bins // 16,)](
+            count, total, chunks, BINS=bins, ROWS=power_of_two(chunks, 16, 256), COLUMNS=16,
+            num_warps=4, **options,
+        )  # fmt: skip
     _place_kernel[(chunks,)](
-        slots, *weight_arguments(topk_weights, scale, topk_ids), *by_slot, count,
+        slots, *weight_arguments(topk_weights, scale, topk_ids), *by_slot, count, total,
         pair, expert, slot, *tile, num_tiles, num_pieces, pairs, num_experts, chunks,
         TOP_K=top_k, HAS_SLOTS=factors is not None, HAS_WEIGHTS=scale is not None,
-        BLOCK_M=block_m, CHUNK=chunk, BINS=bins, ROWS=power_of_two(chunks, 16, 64),
-        COLUMNS=min(chunk, 32), num_warps=8, **options,
+        SCANNED=is_scanned, BLOCK_M=block_m, CHUNK=chunk, BINS=bins,
+        ROWS=power_of_two(chunks, 16, 64),
+        COLUMNS=min(chunk, 16), num_warps=8, **options,
     )  # fmt: skip
     arrays = (pair, expert, slot, None, None, *tile, num_tiles, num_pieces)
     return make_order(topk_ids, factors, arrays, block_m, num_experts, scale)

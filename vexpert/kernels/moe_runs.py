@@ -22,6 +22,7 @@ import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
+from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_site
 from vexpert.kernels.moe_order import PairOrder
 
@@ -46,6 +47,32 @@ class TileRuns:
 
 @direct_launch
 @triton.jit
+def _larger(a, b):
+    return tl.maximum(a, b)
+
+
+@triton.jit
+def _smaller(a, b):
+    return tl.minimum(a, b)
+
+
+@triton.jit
+def runs_of_tile(slot_at, start, end, BLOCK_M: tl.constexpr):
+    """(position, whether it is the tile's, slot, its run's first position and stop) of each row."""
+    row = tl.arange(0, BLOCK_M)
+    position = start + row
+    mine = position < end
+    has_next = (position + 1 < end) & (row + 1 < BLOCK_M)
+    slot = tl.load(slot_at + position, mask=mine, other=-1)
+    before = tl.load(slot_at + position - 1, mask=mine & (row > 0), other=-2)
+    after = tl.load(slot_at + position + 1, mask=has_next, other=-2)
+    first = tl.associative_scan(tl.where(slot != before, position, start), 0, _larger)
+    last = tl.where(slot != after, position + 1, 1 << 30)
+    return position, mine, slot, first, tl.associative_scan(last, 0, _smaller, reverse=True)
+
+
+@direct_launch
+@triton.jit
 def _runs_kernel(
     slot_at, tile_expert, tile_start, tile_end, num_tiles,
     num_runs, run_first, run_stop, run_address, run_rank,
@@ -63,13 +90,7 @@ def _runs_kernel(
     end = tl.load(tile_end + tile)
     if tile >= tl.load(num_tiles):
         return
-    row = tl.arange(0, BLOCK_M)
-    position = start + row
-    mine = position < end
-    slot = tl.load(slot_at + position, mask=mine, other=1 << 30)
-    # They ascend, so a run begins behind all slots that are less.
-    first = start + tl.sum((slot[None, :] < slot[:, None]).to(tl.int32), 1)
-    stop = first + tl.sum((slot[None, :] == slot[:, None]).to(tl.int32), 1)
+    position, mine, slot, first, stop = runs_of_tile(slot_at, start, end, BLOCK_M)
     active = mine & (slot >= 0)
     opens = active & (position == first)
     run = tile * BLOCK_M + tl.cumsum(opens.to(tl.int32), 0) - 1
@@ -78,7 +99,8 @@ def _runs_kernel(
     tl.store(run_first + run, first, mask=opens)
     tl.store(run_stop + run, stop, mask=opens)
     for line in tl.static_range(2, 5):
-        tl.store(run_rank + line * max_runs + tile * BLOCK_M + row, 0, mask=row >= count)
+        behind = position - start >= count
+        tl.store(run_rank + line * max_runs + tile * BLOCK_M + position - start, 0, mask=behind)
     store_site(
         run, slot, expert, opens, opens, run_address, run_rank, max_runs, num_slots,
         up_table, 0, 2, GATE_SLICES, HAS_UP,
@@ -136,6 +158,6 @@ def find_runs(order: PairOrder, piece: int, adapters: int, pdl: bool = False) ->
         found.piece_rank,
         *factor_arguments(factors, order.slot)[2:], factors.num_slots, max_runs, max_pieces,
         **factor_options(factors), PIECE=piece, BLOCK_M=order.block_m,
-        num_warps=8, **pdl_options(pdl),
+        num_warps=max(1, order.block_m // 32), **pdl_options(pdl),
     )  # fmt: skip
     return found

@@ -6,11 +6,13 @@ import triton
 from vexpert.kernels.combine import combine
 from vexpert.kernels.combine_norm import combine_norm
 from vexpert.kernels.common import can_use_pdl, ceil_div
+from vexpert.kernels.moe_delta import MOST_RANKS, Delta, moe_delta
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
 from vexpert.kernels.moe_gate_up import Expand, moe_gate_up
 from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
+from vexpert.kernels.moe_pieces import find_pieces
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink
 from vexpert.ops.experts_replay import EXPERTS, experts_inputs, experts_key
@@ -44,14 +46,21 @@ class FusedExpertsKernel:
     ) -> torch.Tensor:
         if hidden.shape[0] == 0:
             return torch.empty_like(hidden)
-        adapters = 0 if lora is None else lora.num_adapters
-        plan = choose_plan(self.shape(topk_ids), adapters)
+        plan = self.choose(topk_ids, lora)
         return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan, finish)
 
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
         """What the layer launches before its products: to be timed alone."""
-        plan = choose_plan(self.shape(topk_ids), lora.num_adapters if lora else 0)
+        plan = self.choose(topk_ids, lora)
         return _order(topk_ids, None, lora, self.experts.down.shape[0], plan)
+
+    def choose(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> MoePlan:
+        """The plan of a step with topk_ids [T, K]."""
+        shape = self.shape(topk_ids)
+        if lora is None:
+            return choose_plan(shape, 0)
+        rank = max(lora.most_rank(is_down=True), lora.most_rank(is_down=False) // 2)
+        return choose_plan(shape, lora.num_adapters, rank)
 
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
         """What the plan depends on, for topk_ids [T, K]."""
@@ -122,19 +131,27 @@ def _launch(
     base, pdl = plan.base, plan.base.pdl
     scales = None if experts.scale_input else topk_weights
     order = _order(topk_ids, scales, lora, experts.down.shape[0], plan)
-    runs = None
-    if lora is not None and plan.lora.by_run:
+    delta = plan.lora.delta if _fits(order.factors) else None
+    runs = pieces = None
+    if delta is not None:
+        pieces = find_pieces(order, delta.piece, pdl)
+    elif lora is not None and plan.lora.by_run:
         runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl)
     x, scaled = hidden, experts.scale_input
     if scaled:
         scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
         x = scaled_rows.to(hidden.dtype).view(-1, hidden.shape[1])
 
-    def expand(source: torch.Tensor, is_down: bool) -> Expand | None:
+    def expand(source: torch.Tensor, is_down: bool) -> Expand | Delta | None:
         factors = order.factors
         site = None if factors is None else factors.down if is_down else factors.gate_up
         if site is None:
             return None
+        if delta is not None and pieces is not None:
+            its = delta.down if is_down else delta.gate_up
+            size = experts.down.shape[1] if is_down else experts.columns[0]
+            is_scaled = scaled and not is_down
+            return moe_delta(source, order, pieces, its, size, is_down, is_scaled, pdl)
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
         h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
@@ -167,6 +184,14 @@ def _launch(
     if finish is None:
         return combine(*pairs, topk_ids.shape[1], pdl), None
     return combine_norm(*pairs, finish.residual, finish.multiplier, finish.norm, pdl)
+
+
+def _fits(factors: PairFactors | None) -> bool:
+    """Whether `moe_delta` takes the ranks of all sites."""
+    if factors is None:
+        return False
+    sites = (factors.gate_up, factors.down)
+    return all(site is None or site.max_rank <= MOST_RANKS for site in sites)
 
 
 def _order(

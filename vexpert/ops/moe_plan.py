@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from vexpert.kernels.moe_delta import DeltaShape
 from vexpert.kernels.moe_gate_up import TileShape
 from vexpert.kernels.moe_shrink import ShrinkShape
 
@@ -30,6 +31,15 @@ class BasePlan:
 
 
 @dataclass(frozen=True)
+class DeltaPlan:
+    """LoRA of each product in one kernel, whose result the base product adds; `moe_delta`."""
+
+    piece: int  # positions
+    gate_up: DeltaShape
+    down: DeltaShape
+
+
+@dataclass(frozen=True)
 class LoraPlan:
     """What LoRA adds to it."""
 
@@ -40,6 +50,7 @@ class LoraPlan:
     item_stages: int = 1  # of the loop over groups
     prefetch: bool = False  # the first group's factors before the base product; of runs, where
     early: bool = False  # shrunk rows before it too; runs only
+    delta: DeltaPlan | None = None  # in place of all of it, unless ranks are too many
 
 
 @dataclass(frozen=True)
@@ -69,9 +80,9 @@ class MoeShape:
 
 
 @lru_cache(maxsize=4096)  # every layer of a step asks the same
-def choose_plan(shape: MoeShape, adapters: int) -> MoePlan:
-    """The plan of a step in which at most `adapters` adapters are active (0: none)."""
-    return MoePlan(_base(shape), _lora(shape, max(1, adapters)))
+def choose_plan(shape: MoeShape, adapters: int, rank: int = 16) -> MoePlan:
+    """The plan of a step in which at most `adapters` adapters, of at most `rank`, are active."""
+    return MoePlan(_base(shape), _lora(shape, max(1, adapters), rank))
 
 
 @cache
@@ -121,14 +132,19 @@ def _fit(tile: TileShape, depth: int, shape: MoeShape) -> TileShape:
     return replace(tile, tma=tile.tma and fits)
 
 
-def _lora(shape: MoeShape, adapters: int) -> LoraPlan:
+def _lora(shape: MoeShape, adapters: int, rank: int) -> LoraPlan:
     runs = min(shape.pairs, shape.num_experts * adapters)
     row = _first(
         f"lora {_kind(shape.dtype)}",
         tokens=shape.tokens,
         rows_per_expert=shape.pairs / shape.num_experts,
         rows_per_run=shape.pairs / max(1, runs),
+        rank=rank,
     )
     rest = {key: row[key] for key in ("by_run", "group", "item_stages", "prefetch", "early")}
     plan = LoraPlan(ShrinkShape(**row["shrink"]), ShrinkShape(**row["down_shrink"]), **rest)
-    return replace(plan, by_run=plan.by_run or order_chunk(shape.pairs) > 0)
+    delta = None
+    if "delta" in row:
+        its = row["delta"]
+        delta = DeltaPlan(its["piece"], DeltaShape(**its["gate_up"]), DeltaShape(**its["down"]))
+    return replace(plan, by_run=plan.by_run or order_chunk(shape.pairs) > 0, delta=delta)
