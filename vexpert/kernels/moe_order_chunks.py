@@ -21,7 +21,6 @@ import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.launch import direct_launch
-from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_factors import PairFactors
 from vexpert.kernels.moe_order import PairOrder, keys_of, make_order, weight_arguments
 
@@ -52,7 +51,6 @@ def _rank_kernel(
     tl.store(token_at + tl.sum(before, 1), mine, mask=inside)
 
 
-@direct_launch
 @triton.jit
 def _bins_of(slots, token, there, BINS: tl.constexpr):
     """Base rows are bin 0, a slot the one behind it, what is not there the last."""

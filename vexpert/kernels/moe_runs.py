@@ -22,7 +22,6 @@ import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
-from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_site
 from vexpert.kernels.moe_order import PairOrder
 
