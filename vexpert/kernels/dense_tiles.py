@@ -28,6 +28,7 @@ class DenseFactors:
     site_step: int  # elements from one site's table to the next one's
     sizes: tuple[int, ...]  # columns of each site
     width: int  # of a site's shrunk rows: a multiple of 16, no less than any active rank
+    arrivals: torch.Tensor  # [1] int32, zero between launches; see `kernels/arrivals.py`
     alignment: int = 1  # every factor starts at a multiple of so many elements
 
     @property
@@ -148,10 +149,11 @@ def shrunk_rows(
     r = step * BLOCK_R + tl.arange(0, BLOCK_R)
     both = mask[:, None] & (r < WIDTH)[None, :]
     at = h + row.to(tl.int64)[:, None] * stride_h + (site * WIDTH + r)[None, :]
-    total = tl.load(at, mask=both, other=0.0)
+    # Not through the L1 cache: other programs of this launch may have written them.
+    total = tl.load(at, mask=both, other=0.0, cache_modifier=".cg")
     plane = num_rows.to(tl.int64) * stride_h
     for i in tl.static_range(1, PLANES):
-        total += tl.load(at + i * plane, mask=both, other=0.0)
+        total += tl.load(at + i * plane, mask=both, other=0.0, cache_modifier=".cg")
     return total.to(DTYPE)
 
 

@@ -36,6 +36,7 @@ class DensePlan:
     shrink: DenseShrink
     expand: DenseTile
     fork: bool = False  # the shrink beside the library's product, where a graph is captured
+    inner: bool = False  # the shrink in the launch of `linear`, for rows of one tile
 
 
 @cache

@@ -2,7 +2,7 @@
 
 | rows | launches |
 |---|---|
-| few | shrink; product with LoRA in it |
+| few | one product with LoRA in it, shrink included; or shrink, then product with LoRA |
 | more | the library's product, in a graph with the shrink beside it; expand, which adds in place |
 | many | the library's product; shrink; expand |
 """
@@ -19,7 +19,7 @@ from vexpert.kernels.dense_expand import dense_expand
 from vexpert.kernels.dense_linear import DenseLora, dense_linear
 from vexpert.kernels.dense_order import MAX_SLOTS, RowOrder
 from vexpert.kernels.dense_shrink import dense_shrink, room_for_h
-from vexpert.kernels.dense_tiles import DenseFactors
+from vexpert.kernels.dense_tiles import DenseFactors, DenseTile
 from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
 from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
 
@@ -53,8 +53,7 @@ def packed_linear(
     factors = () if lora is None else find_factors(lora)
     if tile is not None and lora is not None and len(factors) == 1:
         assert order is not None
-        h = dense_shrink(rows, order, factors[0], plan.shrink, can_use_pdl(x.device))
-        added = DenseLora(h, order, factors[0])
+        added = _shrunk(rows, order, factors[0], tile, plan, adapters)
         sizes = factors[0].sizes
         return dense_linear(rows, weight, bias, sizes, added, tile, can_use_pdl(x.device))
     if lora is not None and len(factors) == 1 and _can_fork(x, plan):
@@ -68,6 +67,22 @@ def packed_linear(
         assert order is not None
         add_dense(rows, y, factors, order, plan)
     return y
+
+
+def _shrunk(
+    x: torch.Tensor,
+    order: RowOrder,
+    factors: DenseFactors,
+    tile: DenseTile,
+    plan: DensePlan,
+    adapters: int,
+) -> DenseLora:
+    """What the product adds, shrunk by its own launch, if all rows are one tile, or before it."""
+    if plan.inner and x.shape[0] <= tile.block_m:
+        h, runs = room_for_h(x, factors, plan.shrink), min(x.shape[0], adapters)
+        return DenseLora(order, factors, h, plan.shrink, runs)
+    h = dense_shrink(x, order, factors, plan.shrink, can_use_pdl(x.device))
+    return DenseLora(order, factors, h)
 
 
 def _can_fork(x: torch.Tensor, plan: DensePlan) -> bool:
@@ -130,6 +145,7 @@ def find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:
         step,
         tuple(site.out_features for site in lora.sites),
         width,
+        first.arrivals,
         first.alignment,
     )
     even = all(place == places[0] + i * step for i, place in enumerate(places))
