@@ -32,7 +32,13 @@ ORDERED = BasePlan(False, 16, SMALL, SMALL, pdl=False)
 PLANS = {
     "identity": (Flags(), ALONE, LoraPlan(RUN, RUN, False, 2)),
     "identity-prefetch": (GPT_OSS, ALONE, LoraPlan(RUN, RUN, False, 1, 1, True)),
+    "identity-inner": (Flags(), ALONE, LoraPlan(RUN, RUN, False, 1, 1, True, inner=True)),
     "rows": (Flags(), ORDERED, LoraPlan(RUN, RUN, False, 4, 2)),
+    "rows-inner": (
+        Flags(has_bias=True),
+        BasePlan(False, 32, TileShape(16, 16, tail_m=16), SMALL, pdl=False),
+        LoraPlan(RUN, CHUNK, False, 2, 1, True, inner=True),
+    ),
     "rows-prefetch": (
         GPT_OSS,
         BasePlan(False, 32, TileShape(16, 16, tail_m=16), SMALL, pdl=False),

@@ -12,7 +12,7 @@ from vexpert.kernels.moe_gate_up import Expand, moe_gate_up
 from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_runs import find_runs
-from vexpert.kernels.moe_shrink import moe_shrink
+from vexpert.kernels.moe_shrink import moe_shrink, room_for_h
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
 from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
@@ -79,7 +79,8 @@ def site_factors(pair: tuple[LoraSite, SiteTable] | None, most_rank: int) -> Sit
     site, table = pair
     width = ceil_div(max(most_rank, 1), 16) * 16
     slice_width = min(width, ceil_div(site.max_rank // len(site.slices), 16) * 16)
-    return SiteFactors(table.arena, table.packed, width, slice_width, table.alignment)
+    numbers = (width, slice_width, table.alignment)
+    return SiteFactors(table.arena, table.packed, *numbers, table.arrivals)
 
 
 def fused_experts(
@@ -114,6 +115,10 @@ def fused_experts(
             return None
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
+        if how.inner and runs is None:
+            h = room_for_h(order, shape, is_down, source.shape[1])
+            stacked = (how.group, how.item_stages, how.prefetch)
+            return Expand(h, site, None, *stacked, shrink=shape)
         h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
         early = how.early and how.by_run
         return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)
