@@ -19,6 +19,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.arrivals import arrive, await_arrivals
 from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.moe_factors import touch_table
 from vexpert.kernels.moe_gate_up import (
     Expand,
     TileShape,
@@ -40,7 +41,6 @@ from vexpert.kernels.moe_tiles import (
     shrunk_of_items,
     shrunk_rows,
     spread_rows,
-    touch_table,
 )
 
 
@@ -295,7 +295,8 @@ def _down_kernel(
             arrive(arrivals)
             return
         if IDENTITY and PDL:
-            touch_table(address, rank, tile, num_slots, 3, 1, TOP_K)
+            slot = tl.load(address + tile // TOP_K + tl.zeros((1,), tl.int32))
+            touch_table(rank, slot, num_slots, 1)
         pdl_wait(PDL)
     expert, start, end = read_tile(
         tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY

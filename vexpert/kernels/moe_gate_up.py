@@ -30,7 +30,7 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
-from vexpert.kernels.moe_factors import SiteFactors
+from vexpert.kernels.moe_factors import SiteFactors, touch_table
 from vexpert.kernels.moe_order import PairOrder, present
 from vexpert.kernels.moe_runs import TileRuns
 from vexpert.kernels.moe_shrink import ShrinkShape, shrink_parts, shrink_position
@@ -43,7 +43,6 @@ from vexpert.kernels.moe_tiles import (
     shrunk_of_items,
     shrunk_rows,
     spread_rows,
-    touch_table,
 )
 
 
@@ -488,7 +487,8 @@ def _gate_up_kernel(
             arrive(arrivals)
             return
         if IDENTITY and PDL:
-            touch_table(address, rank, tile, num_slots, 3, 2 if GATED else 1, TOP_K)
+            slot = tl.load(address + tile // TOP_K + tl.zeros((1,), tl.int32))
+            touch_table(rank, slot, num_slots, 2 if GATED else 1)
         pdl_wait(PDL)
     expert, start, end = read_tile(
         tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY

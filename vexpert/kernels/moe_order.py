@@ -30,7 +30,9 @@ from vexpert.kernels.moe_factors import (
     factor_arguments,
     factor_options,
     store_site,
+    touch_table,
 )
+from vexpert.kernels.switches import ON
 
 
 @dataclass(frozen=True)
@@ -109,6 +111,7 @@ def _order_kernel(
     HAS_SLOTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     LOOK_UP: tl.constexpr,
+    TOUCH: tl.constexpr,
     GATE_SLICES: tl.constexpr,
     HAS_UP: tl.constexpr,
     HAS_DOWN: tl.constexpr,
@@ -119,10 +122,17 @@ def _order_kernel(
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    pdl_wait(PDL)
-    pdl_release(PDL)
     mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     inside = mine < num_pairs
+    if TOUCH:
+        # Nothing that runs beside this kernel writes slots and tables.
+        early_slot = tl.load(slots + mine // TOP_K, mask=inside, other=-1)
+        if HAS_UP:
+            touch_table(up_table, early_slot, num_slots, GATE_SLICES)
+        if HAS_DOWN:
+            touch_table(down_table, early_slot, num_slots, 1)
+    pdl_wait(PDL)
+    pdl_release(PDL)
     expert, slot = keys_of(topk_ids, slots, mine, inside, num_experts, TOP_K, HAS_SLOTS)
     key = expert * (num_slots + 1) + slot + 1
     before = tl.zeros((ROWS,), dtype=tl.int32)
@@ -287,6 +297,7 @@ def order_pairs(
         HAS_SLOTS=factors is not None,
         HAS_WEIGHTS=scale is not None,
         LOOK_UP=factors is not None and look_up,
+        TOUCH=factors is not None and look_up and pdl and bool(ON["touch_order"]),
         **factor_options(factors),
         BLOCK_M=block_m,
         ROWS=rows,

@@ -97,23 +97,6 @@ def _table_part(
 
 
 @triton.jit
-def touch_table(
-    slots, table, tile, num_slots, ROW: tl.constexpr, PARTS: tl.constexpr, TOP_K: tl.constexpr
-):  # fmt: skip
-    """Bring a tile's cells of a packed site table to the L1. From compute capability 9.0 on.
-
-    They lie in 4 rows of `PARTS` slices each; `ROW`: the first of them.
-    """
-    slot = tl.load(slots + tile // TOP_K)
-    row = tl.arange(0, 4 * PARTS)
-    at = table + (ROW + row) * num_slots + tl.maximum(slot, 0)
-    tl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.b32 $0, 0;", "=r,l", [at.to(tl.int64)], dtype=tl.int32,
-        is_pure=False, pack=1,
-    )  # fmt: skip
-
-
-@triton.jit
 def find_b(
     address, rank, index, item, exists, expert, r, stride, num_slots,
     ROW: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr, IDENTITY: tl.constexpr,

@@ -1,0 +1,3 @@
+"""Variants under measurement; removed before anything is merged."""
+
+ON: dict[str, int] = {"early_decode": 1, "touch_order": 1}
