@@ -29,6 +29,7 @@ from vexpert.kernels.common import (
     pdl_release,
     pdl_wait,
 )
+from vexpert.kernels.dense_factors import DenseFactors
 from vexpert.kernels.dense_order import RowOrder
 from vexpert.kernels.dense_shrink import (
     DenseShrink,
@@ -39,7 +40,6 @@ from vexpert.kernels.dense_shrink import (
     shrink_rows,
 )
 from vexpert.kernels.dense_tiles import (
-    DenseFactors,
     DenseTile,
     add_lora,
     column_alignment,
@@ -63,6 +63,7 @@ class DenseLora:
     # the others wait for them before they add; all rows lie in one tile.
     shrink: DenseShrink | None = None
     runs: int = 0
+    adds: bool = True  # False: h alone is wanted
 
 
 @triton.jit
@@ -150,7 +151,7 @@ def _linear_program(
         w_at += BLOCK_K * stride_wk
     if HAS_BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if INNER:
+    if INNER and HAS_LORA:
         await_arrivals(arrivals, shrinks, tl.num_programs(0) - shrinks, program)
     if HAS_LORA:
         total = add_lora(
@@ -183,7 +184,8 @@ def _linear_kernel(
             stride_x, IDENTITY, len(SIZES), PLANES, WIDTH, A_ALIGNMENT, A_EVEN, PRECISION, BLOCK_M,
             A_K, PART, COLS, A_PIECES, PDL,
         )  # fmt: skip
-        arrive(arrivals)
+        if HAS_LORA:
+            arrive(arrivals)
     else:
         _linear_program(
             program - shrinks, x, weight, bias, y, h, row_at, run_at, row_run, run_slot, counts,
@@ -267,7 +269,7 @@ def dense_linear(
         0 if lora is None else lora.factors.num_slots, depth,
         0 if lora is None else lora.factors.site_step, x.stride(0), *weight.stride(),
         0 if lora is None else lora.h.shape[2],
-        HAS_BIAS=bias is not None, HAS_LORA=lora is not None,
+        HAS_BIAS=bias is not None, HAS_LORA=lora is not None and lora.adds,
         IDENTITY=lora is not None and lora.order.is_identity, ONE_TILE=rows <= tile.block_m,
         SIZES=sizes, COLUMNS=weight.shape[0], **options, **_shrink_options(lora, depth, pdl),
         COLUMN_ALIGNMENT=column_alignment(sizes, tile.block_n), EVEN=even,

@@ -10,34 +10,13 @@ runs stacked, as in `moe_tiles`.
 from dataclasses import dataclass
 from math import gcd
 
-import torch
 import triton
 import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, power_of_two
+from vexpert.kernels.dense_factors import DenseFactors
 
 MOST_STACKED = 16384  # elements of stacked factors that one dot takes
-
-
-@dataclass(frozen=True)
-class DenseFactors:
-    """Factors of one packed layer's sites: the arena and where their tables lie in it."""
-
-    arena: torch.Tensor
-    table: torch.Tensor  # [7, S] int64, of the first site
-    site_step: int  # elements from one site's table to the next one's
-    sizes: tuple[int, ...]  # columns of each site
-    width: int  # of a site's shrunk rows: a multiple of 16, no less than any active rank
-    arrivals: torch.Tensor  # [1] int32, zero between launches; see `kernels/arrivals.py`
-    alignment: int = 1  # every factor starts at a multiple of so many elements
-
-    @property
-    def num_slots(self) -> int:
-        return self.table.shape[1]
-
-    def alignment_of(self, row: int) -> int:
-        """What every row of `row` elements of a factor is aligned to, as loads may assume."""
-        return gcd(self.alignment, row, 16)
 
 
 @dataclass(frozen=True)

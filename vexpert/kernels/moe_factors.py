@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import power_of_two
+from vexpert.kernels.common import power_of_two, touch
 
 
 @dataclass(frozen=True)
@@ -93,21 +93,11 @@ class PairFactors:
 
 @triton.jit
 def touch_table(table, slot, num_slots, SLICES: tl.constexpr):
-    """Bring the cells of slots [P] in a packed site table to the L1, from which they are read later.
-
-    From compute capability 9.0 on.
-    """
+    """Bring the cells of slots [P] in a packed site table to the L1."""
     row = tl.arange(0, 16)
     row = tl.minimum(row, 2 + 4 * SLICES)
     at = table + row[:, None] * num_slots + tl.maximum(slot, 0)[None, :]
-    tl.inline_asm_elementwise(
-        "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
-        "=r,l",
-        [at.to(tl.int64)],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
+    touch(at)
 
 
 @triton.jit

@@ -14,6 +14,9 @@ Products are rounded to the dtype of cos, as PyTorch does it.
 | cache_rows | [T] int64 | row of keys and values of each token; < 0: it has none |
 | q_out | [T, Hq, d] | contiguous |
 | keys, values | [rows, Hkv, d] | the cache, changed in place; what is not finite goes in as 0 |
+
+With a `DenseDelta`, q, k and v are first q + B[q, slot] h, and so on, rounded to their dtype:
+adapters of the packed product that made them. Base rows stay as they are.
 """
 
 from dataclasses import dataclass
@@ -29,7 +32,9 @@ from vexpert.kernels.common import (
     pdl_release,
     pdl_wait,
     power_of_two,
+    touch,
 )
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norms import Norm, reference_rms_norm
 from vexpert.kernels.rms_norm import scale_rows
 
@@ -55,14 +60,48 @@ class Heads:
 
 
 @triton.jit
-def _load(at, mask, factor, weight, column, FORM: tl.constexpr, NORMED: tl.constexpr):
-    """Elements [heads, n] in float32, normed if asked."""
-    dtype: tl.constexpr = at.dtype.element_ty
-    x = tl.load(at, mask=mask, other=0.0).to(tl.float32)
+def _delta(
+    column, mask, h, arena, rank, b_at, plane,
+    SIZE: tl.constexpr, BLOCK_R: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """[heads, n] float32: the sum over r of h[r] B^T[r, column]."""
+    dtype: tl.constexpr = arena.dtype.element_ty
+    total = tl.zeros_like(column).to(tl.float32)
+    for step in tl.static_range(STEPS):
+        r = step * BLOCK_R + tl.arange(0, BLOCK_R)
+        value = tl.load(h + r, mask=r < rank, other=0.0)
+        for i in tl.static_range(1, PLANES):
+            value += tl.load(h + i * plane + r, mask=r < rank, other=0.0)
+        value = value.to(dtype).to(tl.float32)
+        # Divided and multiplied: so the compiler knows what they are multiples of.
+        start = b_at // ALIGNMENT * ALIGNMENT
+        at = arena + start + r[:, None, None] * SIZE + column[None, :, :]
+        b = tl.load(at, mask=(r < rank)[:, None, None] & mask[None, :, :], other=0.0)
+        total += tl.sum(value[:, None, None] * b.to(tl.float32), 0)
+    return total
+
+
+@triton.jit
+def _load(
+    source, column, mask, factor, weight, line, h, arena, rank, b_at, plane,
+    FORM: tl.constexpr, NORMED: tl.constexpr, LORA: tl.constexpr, SIZE: tl.constexpr,
+    BLOCK_R: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
+):  # fmt: skip
+    """Elements [heads, n] in float32, LoRA added; normed if asked."""
+    dtype: tl.constexpr = source.dtype.element_ty
+    x = tl.load(source + column, mask=mask, other=0.0).to(tl.float32)
+    if LORA:
+        if rank > 0:
+            x += _delta(
+                column, mask, h, arena, rank, b_at, plane, SIZE, BLOCK_R, STEPS, PLANES, ALIGNMENT
+            )
+            x = x.to(dtype).to(tl.float32)
     if NORMED:
-        w = column
+        w = line
         if FORM != "plain":
-            w = tl.load(weight + column, mask=mask, other=0.0)
+            w = tl.load(weight + line, mask=mask, other=0.0)
         x = scale_rows(x * factor, w, FORM, dtype).to(tl.float32)
     return x
 
@@ -90,6 +129,11 @@ def _rotate_heads(
     eps,
     first_head,
     row,
+    h,
+    arena,
+    rank,
+    b_at,
+    plane,
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     D: tl.constexpr,
@@ -102,6 +146,11 @@ def _rotate_heads(
     NORM: tl.constexpr,
     FORM: tl.constexpr,
     CACHE: tl.constexpr,
+    LORA: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
+    PLANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
 ):
     """Heads first_head ... + BLOCK_H - 1 of one token; source and target point at its head 0.
 
@@ -117,7 +166,11 @@ def _rotate_heads(
     if NORM != "none":
         all_d = tl.arange(0, BLOCK_D)[None, :]
         inside = exists & (all_d < D)
-        x = tl.load(source + head * D + all_d, mask=inside, other=0.0).to(tl.float32)
+        x = _load(
+            source, head * D + all_d, inside, factor, weight, line + all_d, h, arena, rank, b_at,
+            plane, FORM, False, LORA, HEADS * D, BLOCK_RANK, RANK_STEPS, PLANES,
+            ALIGNMENT,
+        )  # fmt: skip
         squares = tl.sum(x * x, 1)
         if NORM == "all":
             factor += tl.rsqrt(tl.sum(squares, 0) / (HEADS * D) + eps)
@@ -138,8 +191,16 @@ def _rotate_heads(
         mask = exists & within
         c = tl.load(cos + pair * STEP, mask=within, other=0.0).to(tl.float32)
         s = tl.load(sin + pair * STEP, mask=within, other=0.0).to(tl.float32)
-        a = _load(source + head * D + first, mask, factor, weight, line + first, FORM, NORMED)
-        b = _load(source + head * D + second, mask, factor, weight, line + second, FORM, NORMED)
+        a = _load(
+            source, head * D + first, mask, factor, weight, line + first, h, arena, rank, b_at,
+            plane, FORM, NORMED, LORA, HEADS * D, BLOCK_RANK, RANK_STEPS, PLANES,
+            ALIGNMENT,
+        )  # fmt: skip
+        b = _load(
+            source, head * D + second, mask, factor, weight, line + second, h, arena, rank, b_at,
+            plane, FORM, NORMED, LORA, HEADS * D, BLOCK_RANK, RANK_STEPS, PLANES,
+            ALIGNMENT,
+        )  # fmt: skip
         ac = (a * c).to(cos_dtype).to(tl.float32)
         bs = (b * s).to(cos_dtype).to(tl.float32)
         bc = (b * c).to(cos_dtype).to(tl.float32)
@@ -151,8 +212,24 @@ def _rotate_heads(
     if ROTARY < D:
         rest = ROTARY + tl.arange(0, BLOCK_P)[None, :]
         mask = exists & (rest < D)
-        x = _load(source + head * D + rest, mask, factor, weight, line + rest, FORM, NORMED)
+        x = _load(
+            source, head * D + rest, mask, factor, weight, line + rest, h, arena, rank, b_at,
+            plane, FORM, NORMED, LORA, HEADS * D, BLOCK_RANK, RANK_STEPS, PLANES,
+            ALIGNMENT,
+        )  # fmt: skip
         _store(target + head * D + rest, x, mask & written, CACHE)
+
+
+@triton.jit
+def _touch(
+    b, first, rank, size, COLUMNS: tl.constexpr, BLOCK_RANK: tl.constexpr
+):  # fmt: skip
+    """Bring COLUMNS columns of the first rows of B^T to the L1."""
+    LINE: tl.constexpr = 1024 // b.dtype.element_ty.primitive_bitwidth
+    LINES: tl.constexpr = (COLUMNS + LINE - 1) // LINE
+    i = tl.arange(0, BLOCK_RANK * LINES)
+    r = tl.minimum(i // LINES, tl.maximum(rank - 1, 0))
+    touch(b + r * size + first + i % LINES * LINE)
 
 
 @triton.jit
@@ -174,6 +251,14 @@ def _rope_write_kernel(
     stride_cos,
     q_eps,
     k_eps,
+    h,
+    slots,
+    arena,
+    table,
+    num_slots,
+    site_step,
+    stride_h,
+    plane,
     NUM_Q: tl.constexpr,
     NUM_KV: tl.constexpr,
     Q_BLOCK: tl.constexpr,
@@ -188,35 +273,57 @@ def _rope_write_kernel(
     NORM: tl.constexpr,
     Q_FORM: tl.constexpr,
     K_FORM: tl.constexpr,
+    LORA: tl.constexpr,
+    WIDTH: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
+    PLANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     Q_PROGRAMS: tl.constexpr = (NUM_Q + Q_BLOCK - 1) // Q_BLOCK
     KV_PROGRAMS: tl.constexpr = (NUM_KV + KV_BLOCK - 1) // KV_BLOCK
     pdl_release(PDL)
-    pdl_wait(PDL)
     part = tl.program_id(0) % (Q_PROGRAMS + 2 * KV_PROGRAMS)
     token = (tl.program_id(0) // (Q_PROGRAMS + 2 * KV_PROGRAMS)).to(tl.int64)
+    rank, b_at = 0, 0
+    if LORA:
+        # Nothing that runs beside this kernel writes slots, tables and factors.
+        site = tl.where(part < Q_PROGRAMS, 0, tl.where(part < Q_PROGRAMS + KV_PROGRAMS, 1, 2))
+        slot = tl.load(slots + token)
+        cell = table + site * site_step + slot
+        rank = tl.load(cell, mask=slot >= 0, other=0).to(tl.int32)
+        b_at = tl.load(cell + 5 * num_slots, mask=slot >= 0, other=0)
+        h += token * stride_h + site * WIDTH
+    if LORA and PDL:
+        if part < Q_PROGRAMS:
+            _touch(arena + b_at, part * Q_BLOCK * D, rank, NUM_Q * D, Q_BLOCK * D, BLOCK_RANK)
+        else:
+            first = (part - Q_PROGRAMS) % KV_PROGRAMS * KV_BLOCK
+            _touch(arena + b_at, first * D, rank, NUM_KV * D, KV_BLOCK * D, BLOCK_RANK)
+    pdl_wait(PDL)
     cos += token * stride_cos
     sin += token * stride_cos
     if part < Q_PROGRAMS:
         _rotate_heads(
             q + token * stride_q, q_out + token * NUM_Q * D, q_weight, cos, sin, q_eps,
-            part * Q_BLOCK, token, NUM_Q, Q_BLOCK, D, BLOCK_D, ROTARY, BLOCK_R, BLOCK_P,
-            INTERLEAVED, STEP, NORM, Q_FORM, False,
+            part * Q_BLOCK, token, h, arena, rank, b_at, plane, NUM_Q, Q_BLOCK, D, BLOCK_D, ROTARY, BLOCK_R, BLOCK_P,
+            INTERLEAVED, STEP, NORM, Q_FORM, False, LORA, BLOCK_RANK, RANK_STEPS, PLANES,
+            ALIGNMENT,
         )  # fmt: skip
     else:
         row = tl.load(cache_rows + token).to(tl.int64)
         if part < Q_PROGRAMS + KV_PROGRAMS:
             _rotate_heads(
                 k + token * stride_k, keys + row * NUM_KV * D, k_weight, cos, sin, k_eps,
-                (part - Q_PROGRAMS) * KV_BLOCK, row, NUM_KV, KV_BLOCK, D, BLOCK_D, ROTARY,
-                BLOCK_R, BLOCK_P, INTERLEAVED, STEP, NORM, K_FORM, True,
+                (part - Q_PROGRAMS) * KV_BLOCK, row, h, arena, rank, b_at, plane, NUM_KV, KV_BLOCK, D, BLOCK_D, ROTARY,
+                BLOCK_R, BLOCK_P, INTERLEAVED, STEP, NORM, K_FORM, True, LORA, BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
             )  # fmt: skip
         else:
             _rotate_heads(
                 v + token * stride_v, values + row * NUM_KV * D, k_weight, cos, sin, k_eps,
-                (part - Q_PROGRAMS - KV_PROGRAMS) * KV_BLOCK, row, NUM_KV, KV_BLOCK, D,
-                BLOCK_D, 0, BLOCK_R, BLOCK_D, INTERLEAVED, STEP, "none", K_FORM, True,
+                (part - Q_PROGRAMS - KV_PROGRAMS) * KV_BLOCK, row, h, arena, rank, b_at, plane, NUM_KV, KV_BLOCK, D,
+                BLOCK_D, 0, BLOCK_R, BLOCK_D, INTERLEAVED, STEP, "none", K_FORM, True, LORA, BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
             )  # fmt: skip
 
 
@@ -243,6 +350,7 @@ def rope_write(
     cache_rows: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     pdl: bool = False,
+    lora: DenseDelta | None = None,
 ) -> torch.Tensor:
     """q_out [T, Hq, d]; writes keys and values. angles: (cos, sin); cache: (keys, values)."""
     tokens, d = q.shape[0], heads.width
@@ -276,6 +384,7 @@ def rope_write(
         cos.stride(0),
         heads.q_norm.eps if heads.q_norm else 0.0,
         heads.k_norm.eps if heads.k_norm else 0.0,
+        *_lora_tensors(lora, q),
         NUM_Q=heads.num_q,
         NUM_KV=heads.num_kv,
         Q_BLOCK=q_block,
@@ -290,10 +399,39 @@ def rope_write(
         NORM=norm,
         Q_FORM=heads.q_norm.form if heads.q_norm else "plain",
         K_FORM=heads.k_norm.form if heads.k_norm else "plain",
+        **_lora_options(lora, d),
         num_warps=power_of_two(q_block * d // 256, 1, 8),
         **pdl_options(pdl),
     )
     return q_out
+
+
+def _lora_tensors(
+    lora: DenseDelta | None, none: torch.Tensor
+) -> tuple[torch.Tensor | int, ...]:
+    """h, slots, arena and table, and the steps in the last two and h."""
+    if lora is None:
+        return none, none, none, none, 0, 0, 0, 0
+    factors, h = lora.factors, lora.h
+    tensors = h, lora.slots, factors.arena, factors.table
+    return *tensors, factors.num_slots, factors.site_step, h.stride(1), h.stride(0)
+
+
+def _lora_options(lora: DenseDelta | None, d: int) -> dict[str, int | bool]:
+    """Constants of LoRA."""
+    if lora is None:
+        ones = dict.fromkeys(("WIDTH", "BLOCK_RANK", "RANK_STEPS", "PLANES", "ALIGNMENT"), 1)
+        return {"LORA": False, **ones}
+    width = lora.factors.width
+    block = power_of_two(width, 16, 32)
+    return {
+        "LORA": True,
+        "WIDTH": width,
+        "BLOCK_RANK": block,
+        "RANK_STEPS": ceil_div(width, block),
+        "PLANES": lora.h.shape[0],
+        "ALIGNMENT": lora.factors.alignment_of(d),
+    }
 
 
 def _weights(heads: Heads, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

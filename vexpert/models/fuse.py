@@ -64,7 +64,7 @@ class Fusions:
         for module, fused in self.attentions.items():
             linears = [getattr(module, name) for name in PROJECTIONS]
             try:
-                fused.project = LoraPackedLinear(linears, backend).parts
+                fused.project = LoraPackedLinear(linears, backend).deferred_parts
             except UnsupportedError as error:
                 self.keep(module, f"q, k and v are three products, {error}")
 

@@ -6,6 +6,7 @@ from typing import Any
 import torch
 from torch import nn
 
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.rope_write import Heads, Rope, rope_write
 from vexpert.models.attention import AttentionLayer, Softmax
@@ -14,7 +15,8 @@ from vexpert.models.fused_record import AttentionInputs, Call, Records, agree
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 NORM_NAMES = ("q_norm", "k_norm")
 Angles = tuple[torch.Tensor, torch.Tensor]
-Project = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # x [..., in] -> q, k, v [..., out]
+# x [..., in] -> q, k, v [..., out], and what is still to add to them
+Project = Callable[[torch.Tensor], tuple[tuple[torch.Tensor, ...], DenseDelta | None]]
 
 
 class FusedAttention:
@@ -28,9 +30,9 @@ class FusedAttention:
         self.pdl = pdl
         self.project: Project = self._each
 
-    def _each(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _each(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
         module = self.module
-        return module.q_proj(x), module.k_proj(x), module.v_proj(x)
+        return (module.q_proj(x), module.k_proj(x), module.v_proj(x)), None
 
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Angles | None = None, **_: object
@@ -52,9 +54,11 @@ class FusedAttention:
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Queries [T, Hq, d]; keys and values go to `rows` [T] of the cache."""
-        q, k, v = (part[0] for part in self.project(hidden))
+        parts, rest = self.project(hidden)
+        q, k, v = (part[0] for part in parts)
         cos, sin = (q, q) if angles is None else (part[0].contiguous() for part in angles)
-        return rope_write(q, k, v, self.heads, self.rope, (cos, sin), rows, cache, self.pdl)
+        how = self.heads, self.rope, (cos, sin), rows, cache, self.pdl
+        return rope_write(q, k, v, *how, rest)
 
 
 def _ropes(angles: Angles | None, d: int) -> list[Rope]:

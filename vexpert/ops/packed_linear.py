@@ -16,14 +16,16 @@ from torch.nn import functional
 
 from vexpert.kernels.common import can_use_pdl, ceil_div
 from vexpert.kernels.dense_expand import dense_expand
+from vexpert.kernels.dense_factors import DenseDelta, DenseFactors
 from vexpert.kernels.dense_linear import DenseLora, dense_linear
 from vexpert.kernels.dense_order import MAX_SLOTS, RowOrder
 from vexpert.kernels.dense_shrink import dense_shrink, room_for_h
-from vexpert.kernels.dense_tiles import DenseFactors, DenseTile
+from vexpert.kernels.dense_tiles import DenseTile
 from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
 from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
 
 cuda: Any = torch.cuda  # its streams are not typed
+MOST_DEFERRED = 256  # rows: the reader of y reads each row's factors anew
 
 
 def is_dense(site: LoraSite, table: SiteTable) -> bool:
@@ -58,7 +60,9 @@ def packed_linear(
         return dense_linear(rows, weight, bias, sizes, added, tile, can_use_pdl(x.device))
     if lora is not None and len(factors) == 1 and _can_fork(x, plan):
         assert order is not None
-        return _beside(rows, weight, bias, factors[0], order, plan)
+        h, y = _beside(rows, weight, bias, factors[0], order, plan)
+        dense_expand(h, order, factors[0], plan.expand, y)
+        return y
     if tile is None:
         y = functional.linear(x, weight, bias)
     else:
@@ -85,6 +89,32 @@ def _shrunk(
     return DenseLora(order, factors, h)
 
 
+def deferred_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora: PackedLora,
+    order: RowOrder,
+    plan: DensePlan | None = None,
+) -> tuple[torch.Tensor, DenseDelta | None]:
+    """(y, what is still to add to it); None: nothing, it has been added."""
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    plan = plan or choose_dense_plan(shape_of(x, weight.shape[0]), lora.num_adapters)
+    factors = find_factors(lora)
+    if len(factors) > 1 or not 0 < x.shape[0] <= MOST_DEFERRED:
+        return packed_linear(x, weight, bias, lora, order, plan), None
+    pdl, tile = can_use_pdl(x.device), plan.linear
+    if tile is not None and plan.inner and x.shape[0] <= tile.block_m:
+        added = replace(_shrunk(rows, order, factors[0], tile, plan, lora.num_adapters), adds=False)
+        h, y = added.h, dense_linear(rows, weight, bias, factors[0].sizes, added, tile, pdl)
+    elif _can_fork(x, plan):
+        h, y = _beside(rows, weight, bias, factors[0], order, plan)
+    else:
+        h = dense_shrink(rows, order, factors[0], plan.shrink, pdl)
+        y = functional.linear(x, weight, bias)
+    return y, DenseDelta(h, order.slots, factors[0])
+
+
 def _can_fork(x: torch.Tensor, plan: DensePlan) -> bool:
     """Whether the shrink may run beside the library's product: free in a graph, dear without."""
     return plan.fork and x.is_cuda and x.shape[0] > 0 and torch.cuda.is_current_stream_capturing()
@@ -97,8 +127,8 @@ def _beside(
     factors: DenseFactors,
     order: RowOrder,
     plan: DensePlan,
-) -> torch.Tensor:
-    """The library's product, the shrink beside it on another stream, then expand."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h, y) of the library's product and of the shrink beside it on another stream."""
     main, side = cuda.current_stream(x.device), _side_stream(x.device)
     h = room_for_h(x, factors, plan.shrink)  # of the main stream, as its last reader
     side.wait_stream(main)
@@ -106,8 +136,7 @@ def _beside(
         dense_shrink(x, order, factors, plan.shrink, h=h)
     y = functional.linear(x, weight, bias)
     main.wait_stream(side)
-    dense_expand(h, order, factors, plan.expand, y)
-    return y
+    return h, y
 
 
 @cache
