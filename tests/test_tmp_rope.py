@@ -199,3 +199,25 @@ def test_reader(name, rank, rope, kind):
     assert relative_error(plain[0], want[0]) > 1e-2
     idle = case.slots < 0
     assert torch.equal(got[0][idle], plain[0][idle])
+
+@pytest.mark.parametrize("name", ["inner", "runs"])
+@pytest.mark.parametrize("rank", [5, 16, 40])
+def test_norm_reader(name, rank):
+    from vexpert.kernels.rms_norm import add_rms_norm
+    from vexpert.kernels.norm_router import Router, Scratch, norm_router
+    from vexpert.kernels.router_topk import Choice
+    case = make_packed(7, 32, (48,), max_rank=rank, bias=True)
+    y, rest = make_delta(case, PLANS[name])
+    norm = Norm(torch.rand(48)+.5, 48, 1e-5, "rounded")
+    residual = torch.randn(7, 48)
+    want = add_rms_norm(case.reference(True).float(), residual, norm)
+    got = add_rms_norm(y, residual, norm, 1.0, False, rest)
+    plain = add_rms_norm(y, residual, norm)
+    for a, b, c in zip(got, want, plain):
+        assert relative_error(a, b) < 1e-5
+        assert relative_error(c, b) > 1e-2
+        assert torch.equal(a[case.slots<0], c[case.slots<0])
+    router = Router(torch.randn(8, 48), None, Choice("softmax", 2), None, False, torch.float32)
+    both = [norm_router(x, residual, norm, 1.0, router, Scratch.empty(8, torch.device("cpu")), False, r) for x, r in ((case.reference(True).float(), None), (y, rest))]
+    for a, b in zip(*both):
+        assert relative_error(a.float(), b.float()) < 1e-5

@@ -35,6 +35,7 @@ from vexpert.kernels.common import (
     touch,
 )
 from vexpert.kernels.dense_factors import DenseDelta
+from vexpert.kernels.dense_reader import rest_options, rest_tensors
 from vexpert.kernels.norms import Norm, reference_rms_norm
 from vexpert.kernels.rms_norm import scale_rows
 
@@ -350,7 +351,7 @@ def rope_write(
     cache_rows: torch.Tensor,
     cache: tuple[torch.Tensor, torch.Tensor],
     pdl: bool = False,
-    lora: DenseDelta | None = None,
+    rest: DenseDelta | None = None,
 ) -> torch.Tensor:
     """q_out [T, Hq, d]; writes keys and values. angles: (cos, sin); cache: (keys, values)."""
     tokens, d = q.shape[0], heads.width
@@ -384,7 +385,7 @@ def rope_write(
         cos.stride(0),
         heads.q_norm.eps if heads.q_norm else 0.0,
         heads.k_norm.eps if heads.k_norm else 0.0,
-        *_lora_tensors(lora, q),
+        *rest_tensors(rest, q),
         NUM_Q=heads.num_q,
         NUM_KV=heads.num_kv,
         Q_BLOCK=q_block,
@@ -399,39 +400,11 @@ def rope_write(
         NORM=norm,
         Q_FORM=heads.q_norm.form if heads.q_norm else "plain",
         K_FORM=heads.k_norm.form if heads.k_norm else "plain",
-        **_lora_options(lora, d),
+        **rest_options(rest, d),
         num_warps=power_of_two(q_block * d // 256, 1, 8),
         **pdl_options(pdl),
     )
     return q_out
-
-
-def _lora_tensors(
-    lora: DenseDelta | None, none: torch.Tensor
-) -> tuple[torch.Tensor | int, ...]:
-    """h, slots, arena and table, and the steps in the last two and h."""
-    if lora is None:
-        return none, none, none, none, 0, 0, 0, 0
-    factors, h = lora.factors, lora.h
-    tensors = h, lora.slots, factors.arena, factors.table
-    return *tensors, factors.num_slots, factors.site_step, h.stride(1), h.stride(0)
-
-
-def _lora_options(lora: DenseDelta | None, d: int) -> dict[str, int | bool]:
-    """Constants of LoRA."""
-    if lora is None:
-        ones = dict.fromkeys(("WIDTH", "BLOCK_RANK", "RANK_STEPS", "PLANES", "ALIGNMENT"), 1)
-        return {"LORA": False, **ones}
-    width = lora.factors.width
-    block = power_of_two(width, 16, 32)
-    return {
-        "LORA": True,
-        "WIDTH": width,
-        "BLOCK_RANK": block,
-        "RANK_STEPS": ceil_div(width, block),
-        "PLANES": lora.h.shape[0],
-        "ALIGNMENT": lora.factors.alignment_of(d),
-    }
 
 
 def _weights(heads: Heads, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from torch import nn
 from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.rope_write import Heads, Rope, rope_write
+from vexpert.lora.layers import LoraLinear
 from vexpert.models.attention import AttentionLayer, Softmax
 from vexpert.models.fused_record import AttentionInputs, Call, Records, agree
 
@@ -38,13 +39,23 @@ class FusedAttention:
         self, hidden_states: torch.Tensor, position_embeddings: Angles | None = None, **_: object
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [1, T, H], (cos, sin) [1, T, R] each -> [1, T, H]."""
+        return self.module.o_proj(self._attend(hidden_states, position_embeddings)), None
+
+    def deferred(
+        self, hidden_states: torch.Tensor, position_embeddings: Angles | None = None, **_: object
+    ) -> tuple[torch.Tensor, DenseDelta | None]:
+        """The same, and what its reader has still to add to it; None: nothing."""
+        done, o_proj = self._attend(hidden_states, position_embeddings), self.module.o_proj
+        return o_proj.deferred(done) if isinstance(o_proj, LoraLinear) else (o_proj(done), None)
+
+    def _attend(self, hidden: torch.Tensor, angles: Angles | None) -> torch.Tensor:
+        """What o_proj reads, [1, T, Hq * d]."""
         layer = self.module.vexpert_layer
         assert isinstance(layer, AttentionLayer)
         cache = layer.keys, layer.values
         rows = layer.context.running.step.cache_rows
-        query = self.rotate(hidden_states, position_embeddings, rows, cache)
-        done = layer.attend(query, self.softmax)
-        return self.module.o_proj(done.view(1, done.shape[0], -1)), None
+        done = layer.attend(self.rotate(hidden, angles, rows, cache), self.softmax)
+        return done.view(1, done.shape[0], -1)
 
     def rotate(
         self,

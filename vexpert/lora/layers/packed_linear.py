@@ -7,6 +7,7 @@ from torch import nn
 
 from vexpert.errors import UnsupportedError
 from vexpert.kernels.dense_factors import DenseDelta
+from vexpert.kernels.switches import ON
 from vexpert.lora.layers.linear import LoraLinear
 from vexpert.lora.layers.rows import SiteDelta
 from vexpert.lora.types import BatchView
@@ -87,7 +88,7 @@ class LoraPackedLinear(nn.Module):
         view = self._adapted_view()
         if view is None or not all(delta.fits(view, x, self.weight) for delta in self.deltas):
             return self.parts(x), None
-        if not self.backend.can_pack:
+        if not self.backend.can_pack or not ON["qkv"]:
             return self.parts(x), None
         rows = x.reshape(-1, self.in_features)
         y, rest = self.backend.deferred_linear(rows, self.weight, self.bias, self._lora(view))
