@@ -221,3 +221,18 @@ def test_norm_reader(name, rank):
     both = [norm_router(x, residual, norm, 1.0, router, Scratch.empty(8, torch.device("cpu")), False, r) for x, r in ((case.reference(True).float(), None), (y, rest))]
     for a, b in zip(*both):
         assert relative_error(a.float(), b.float()) < 1e-5
+
+
+@pytest.mark.parametrize("rank", [5, 16, 40])
+@pytest.mark.parametrize("rows", [1, 3])
+@pytest.mark.parametrize("sizes", [(48,), (32, 16, 8)])
+def test_few(rows, rank, sizes):
+    case = make_packed(rows, 37, sizes, max_rank=rank, bias=rows == 3, base_share=0.2)
+    plan = replace(PLANS["runs"], few_rows=4)
+    y, rest = make_delta(case, plan)
+    assert rest is not None and rest.h.shape[0] == 1
+    assert relative_error(y, case.reference(False)) < 1e-5
+    h0 = make_delta(case, PLANS["runs"])[1].h.sum(0)
+    mine = case.slots >= 0
+    assert relative_error(rest.h[0][mine], h0[mine]) < 1e-5
+    assert relative_error(run(case, plan, None), case.reference(False)) < 1e-5

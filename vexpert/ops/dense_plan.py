@@ -36,6 +36,7 @@ class DensePlan:
     shrink: DenseShrink
     expand: DenseTile
     fork: bool = False  # the shrink beside the library's product, where a graph is captured
+    few_rows: int = 0  # up to so many go to `dense_few`
     inner: bool = False  # the shrink in the launch of `linear`, for rows of one tile
 
 

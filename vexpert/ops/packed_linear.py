@@ -17,6 +17,7 @@ from torch.nn import functional
 from vexpert.kernels.common import can_use_pdl, ceil_div
 from vexpert.kernels.dense_expand import dense_expand
 from vexpert.kernels.dense_factors import DenseDelta, DenseFactors
+from vexpert.kernels.dense_few import can_few, dense_few
 from vexpert.kernels.dense_linear import DenseLora, dense_linear
 from vexpert.kernels.dense_order import MAX_SLOTS, RowOrder
 from vexpert.kernels.dense_shrink import dense_shrink, room_for_h
@@ -63,6 +64,8 @@ def packed_linear(
         h, y = _beside(rows, weight, bias, factors[0], order, plan)
         dense_expand(h, order, factors[0], plan.expand, y)
         return y
+    if lora is None and 0 < x.shape[0] <= plan.few_rows and can_few(rows, weight):
+        return dense_few(rows, weight, bias, None, can_use_pdl(x.device))[0]
     if tile is None:
         y = functional.linear(x, weight, bias)
     else:
@@ -104,6 +107,8 @@ def deferred_linear(
     if len(factors) > 1 or not 0 < x.shape[0] <= MOST_DEFERRED:
         return packed_linear(x, weight, bias, lora, order, plan), None
     pdl, tile = can_use_pdl(x.device), plan.linear
+    if x.shape[0] <= plan.few_rows and can_few(rows, weight):
+        return dense_few(rows, weight, bias, (order.slots, factors[0]), pdl)
     if tile is not None and plan.inner and x.shape[0] <= tile.block_m:
         added = replace(_shrunk(rows, order, factors[0], tile, plan, lora.num_adapters), adds=False)
         h, y = added.h, dense_linear(rows, weight, bias, factors[0].sizes, added, tile, pdl)
