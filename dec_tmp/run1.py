@@ -20,28 +20,43 @@ def moe(inner=True, most=10**9, prefetch=None):
         if prefetch is not None: q = replace(q, prefetch=prefetch)
         return replace(p, lora=q)
     return f
-E, ET = dict(early_decode=1), dict(early_decode=1, touch_order=1)
-few = lambda r, a: r <= 16
-fewl = lambda r, a: r <= 16 and a > 0
-lora = lambda r, a: a > 0
-every = lambda r, a: True
 D = DenseTile
+S = DenseShrink
 q8, o6 = D(16,64,128,4,8), D(16,16,256,4,6)
+def few(rows, a=True):
+    def f(s, ad, p):
+        if s.columns > 8192: return p
+        return replace(p, few_rows=rows) if s.rows <= rows else p
+    return f
+def both(*fs):
+    def f(s, a, p):
+        for g in fs: p = g(s, a, p)
+        return p
+    return f
+OFF = {}
+E = dict(early_decode=1); ET = dict(E, touch_order=1); ER = dict(ET, ranked=1)
+RD = dict(ER, qkv=1, o_few=8, o_many=1)
+base = lambda *rows: (lambda r, a: a == 0 and r in rows)
+lora = lambda *rows: (lambda r, a: a > 0 and r in rows)
+at = lambda *rows: (lambda r, a: r in rows)
 V = {
- "now": (dict(), every),
- "early": (dict(on=E), every),
- "touch": (dict(on=ET), lambda r, a: a > 0 and r > 1),
- "inner moe": (dict(on=ET, moe=moe()), lora),
- "inner dense": (dict(on=ET, dense=dense()), fewl),
- "inner both": (dict(on=ET, dense=dense(), moe=moe()), fewl),
- "both, no prefetch": (dict(on=ET, dense=dense(), moe=moe(prefetch=False)), fewl),
- "alone": (dict(on=ET, dense=dense(alone=True)), lambda r, a: few(r, a) and a == 0),
- "tile q64/128/8 o16/256/6": (dict(on=ET, dense=dense(q8, o6, alone=True), moe=moe()), few),
- "tile q32/128/8 o16/512/3": (dict(on=ET, dense=dense(D(16,32,128,4,8), D(16,16,512,4,3), alone=True), moe=moe()), few),
- "tile q32/256/5 o32/128/8": (dict(on=ET, dense=dense(D(16,32,256,4,5), D(16,32,128,4,8), alone=True), moe=moe()), few),
- "tile q16/256/6 o16/256/8": (dict(on=ET, dense=dense(D(16,16,256,4,6), D(16,16,256,4,8), alone=True), moe=moe()), few),
- "32: inner q64/128/4 o16/256/4": (dict(on=ET, dense=dense(D(32,64,128,4,4), D(32,16,256,4,4), most=32, alone=True), moe=moe()), lambda r, a: r == 32),
- "32: inner q32/128/5 o32/128/5": (dict(on=ET, dense=dense(D(32,32,128,4,5), D(32,32,128,4,5), most=32, alone=True), moe=moe()), lambda r, a: r == 32),
+ "now": (dict(), lambda r, a: True),
+ "early": (dict(on=E), at(1, 8)),
+ "ranked": (dict(on=ER), at(1, 8, 32, 128)),
+ "few 4 warps": (dict(on=ER, dense=few(8)), base(1, 8)),
+ "tiles alone q64/128/8 o16/256/6": (dict(on=ER, dense=dense(q8, o6, alone=True, inner=False)), base(8)),
+ "tiles alone q32/128/8 o32/128/8": (dict(on=ER, dense=dense(D(16,32,128,4,8), D(16,32,128,4,8), alone=True, inner=False)), base(8)),
+ "32 alone q64/128/5 o32/128/5": (dict(on=ER, dense=dense(D(32,64,128,4,5), D(32,32,128,4,5), most=32, alone=True, inner=False)), base(32)),
+ "inner moe": (dict(on=ER, moe=moe()), lora(1, 8, 32, 128)),
+ "inner moe, no prefetch": (dict(on=ER, moe=moe(prefetch=False)), lora(1, 8)),
+ "inner both": (dict(on=ER, dense=dense(q8, o6), moe=moe()), lora(1, 8)),
+ "readers": (dict(on=RD), lora(32, 128)),
+ "readers, inner moe": (dict(on=RD, moe=moe(), dense=dense(q8, o6)), lora(1, 8)),
+ "readers, inner moe ": (dict(on=RD, moe=moe()), lora(32, 128)),
+ "readers, inner moe, few": (dict(on=RD, moe=moe(), dense=few(8)), lora(1, 8)),
+ "readers, few": (dict(on=RD, dense=few(8)), lora(1, 8)),
+ "32 readers, inner all q64/128/5 o32/128/5": (dict(on=RD, moe=moe(), dense=dense(D(32,64,128,4,5), D(32,32,128,4,5), most=32)), lora(32)),
+ "32 readers, inner dense": (dict(on=RD, dense=dense(D(32,64,128,4,5), D(32,32,128,4,5), most=32)), lora(32)),
 }
 if CPU: cells = [(1,0),(1,1),(4,2)]
 else: cells = [(1,0),(1,1),(8,0),(8,1),(8,8),(32,0),(32,1),(32,32),(128,0),(128,8),(128,32)]

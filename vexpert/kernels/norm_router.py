@@ -112,6 +112,7 @@ def _norm_router_kernel(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    RANKED: tl.constexpr,
     LORA: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     RANK_STEPS: tl.constexpr,
@@ -171,7 +172,7 @@ def _norm_router_kernel(
         choose_experts(
             every, choice_bias, ids + token * TOP_K, weights + token * TOP_K, scale, sum_add,
             sum_min, NUM_EXPERTS, BLOCK_E, SCORE, HAS_BIAS, TOP_K, BLOCK_K, RENORMALISE, GROUPS,
-            TOP_GROUPS, TWO, BLOCK_G,
+            TOP_GROUPS, TWO, BLOCK_G, RANKED,
         )  # fmt: skip
 
 

@@ -328,7 +328,7 @@ def _rope_write_kernel(
             )  # fmt: skip
 
 
-def _head_blocks(heads: Heads, tokens: int) -> tuple[int, int, str]:
+def _head_blocks(heads: Heads, tokens: int, has_lora: bool) -> tuple[int, int, str]:
     """Heads of q and of k of one program, and the kind of norm."""
     norm, block_d = heads.q_norm, power_of_two(heads.width, 16, 1024)
     if norm is not None and norm.width != heads.width:
@@ -336,7 +336,7 @@ def _head_blocks(heads: Heads, tokens: int) -> tuple[int, int, str]:
     # Few tokens: a head a program, for their number; many: 1024 elements, for their size. The
     # interpreter runs one program after another.
     few = tokens <= 32 and not triton.knobs.runtime.interpret
-    most = 1 if few else max(1, 1024 // block_d)
+    most = 1 if few else max(1, (256 if has_lora else 1024) // block_d)
     q_block, kv_block = (power_of_two(count, 1, most) for count in (heads.num_q, heads.num_kv))
     return q_block, kv_block, "none" if norm is None else "head"
 
@@ -367,7 +367,7 @@ def rope_write(
     q_out = torch.empty(tokens, heads.num_q, d, dtype=q.dtype, device=q.device)
     if tokens == 0:
         return q_out
-    q_block, kv_block, norm = _head_blocks(heads, tokens)
+    q_block, kv_block, norm = _head_blocks(heads, tokens, rest is not None)
     programs = ceil_div(heads.num_q, q_block) + 2 * ceil_div(heads.num_kv, kv_block)
     _rope_write_kernel[(tokens * programs,)](
         q,
