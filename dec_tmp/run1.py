@@ -51,6 +51,7 @@ V = {
  "inner moe, no prefetch": (dict(on=ER, moe=moe(prefetch=False)), lora(1, 8)),
  "inner both": (dict(on=ER, dense=dense(q8, o6), moe=moe()), lora(1, 8)),
  "readers": (dict(on=RD), lora(32, 128)),
+ "readers, no fork": (dict(on=RD, dense=lambda s, a, p: replace(p, fork=False)), lora(32, 128)),
  "readers, inner moe": (dict(on=RD, moe=moe(), dense=dense(q8, o6)), lora(1, 8)),
  "readers, inner moe ": (dict(on=RD, moe=moe()), lora(32, 128)),
  "readers, inner moe, few": (dict(on=RD, moe=moe(), dense=few(8)), lora(1, 8)),
