@@ -13,11 +13,12 @@ def dense(tile_qkv=None, tile_o=None, inner=True, most=16, alone=False, shrink=N
         if p.linear is None: return p
         return replace(p, inner=inner and a > 0, shrink=shrink or p.shrink)
     return f
-def moe(inner=True, most=10**9, prefetch=None):
+def moe(inner=True, planes=None, down=None, prefetch=None, k=128, kd=128):
     def f(s, a, p):
-        if s.tokens > most or p.lora.by_run: return p
+        if p.lora.by_run: return p
         q = replace(p.lora, inner=inner)
         if prefetch is not None: q = replace(q, prefetch=prefetch)
+        if planes: q = replace(q, shrink=replace(q.shrink, planes=planes, block_k=k), down_shrink=replace(q.down_shrink, planes=down or planes, block_k=kd))
         return replace(p, lora=q)
     return f
 D = DenseTile
@@ -33,32 +34,53 @@ def both(*fs):
         for g in fs: p = g(s, a, p)
         return p
     return f
-OFF = {}
-E = dict(early_decode=1); ET = dict(E, touch_order=1); ER = dict(ET, ranked=1)
-RD = dict(ER, qkv=1, o_few=8, o_many=1)
+P = dict(prefetch=1, few_warps=4)
+R = dict(P, touch_order=1, ranked=0)
+RN = dict(R, prefetch=0)
+RD = dict(R, qkv=1, o_few=8, o_many=1); RDN = dict(RD, prefetch=0)
+RDE = dict(RD, early_decode=1); RDNE = dict(RDN, early_decode=1)
+W8 = dict(few_warps=8)
+K = dict(ranked=1)
 base = lambda *rows: (lambda r, a: a == 0 and r in rows)
 lora = lambda *rows: (lambda r, a: a > 0 and r in rows)
 at = lambda *rows: (lambda r, a: r in rows)
+ta, tb, tc = (q8, o6), (D(16,32,256,4,5), D(16,32,128,4,8)), (D(16,64,128,4,4), D(16,16,256,4,4))
+nofork = lambda s, a, p: replace(p, fork=False)
 V = {
- "now": (dict(), lambda r, a: True),
- "early": (dict(on=E), at(1, 8)),
- "ranked": (dict(on=ER), at(1, 8, 32, 128)),
- "few 4 warps": (dict(on=ER, dense=few(8)), base(1, 8)),
- "tiles alone q64/128/8 o16/256/6": (dict(on=ER, dense=dense(q8, o6, alone=True, inner=False)), base(8)),
- "tiles alone q32/128/8 o32/128/8": (dict(on=ER, dense=dense(D(16,32,128,4,8), D(16,32,128,4,8), alone=True, inner=False)), base(8)),
- "32 alone q64/128/5 o32/128/5": (dict(on=ER, dense=dense(D(32,64,128,4,5), D(32,32,128,4,5), most=32, alone=True, inner=False)), base(32)),
- "inner moe": (dict(on=ER, moe=moe()), lora(1, 8, 32, 128)),
- "inner moe, no prefetch": (dict(on=ER, moe=moe(prefetch=False)), lora(1, 8)),
- "inner both": (dict(on=ER, dense=dense(q8, o6), moe=moe()), lora(1, 8)),
+ "now": (dict(on=P), lambda r, a: True),
+ "ranked": (dict(on=dict(R, **K)), base(1, 8, 32, 128)),
+ "few 4 warps": (dict(on=R, dense=few(8)), base(1, 8)),
+ "few 4 warps early": (dict(on=dict(R, early_decode=1), dense=few(8)), base(1, 8)),
+ "few 8 warps early": (dict(on=dict(R, early_decode=1, **W8), dense=few(8)), base(1, 8)),
+ "alone ta no prefetch": (dict(on=RN, dense=dense(*ta, alone=True, inner=False)), base(1, 8)),
+ "alone tb no prefetch": (dict(on=RN, dense=dense(*tb, alone=True, inner=False)), base(1, 8)),
+ "alone tb no prefetch early": (dict(on=dict(RN, early_decode=1), dense=dense(*tb, alone=True, inner=False)), base(1, 8)),
+ "32 alone no prefetch q64/128/5 o32/128/5": (dict(on=RN, dense=dense(D(32,64,128,4,5), D(32,32,128,4,5), most=32, alone=True, inner=False)), base(32)),
+ "32 alone no prefetch q32/256/4 o32/256/4": (dict(on=RN, dense=dense(D(32,32,256,4,4), D(32,32,256,4,4), most=32, alone=True, inner=False)), base(32)),
+ "planes 8/6": (dict(on=R, moe=moe(False, 8, 6)), lora(1)),
+ "planes 8/6 inner": (dict(on=R, moe=moe(True, 8, 6)), lora(1)),
+ "few readers": (dict(on=RD, dense=few(8)), lora(1, 8)),
+ "few readers early": (dict(on=RDE, dense=few(8)), lora(1, 8)),
+ "few readers early, planes 8/6": (dict(on=RDE, dense=few(8), moe=moe(False, 8, 6)), lora(1)),
+ "few readers early, planes 8/6 inner": (dict(on=RDE, dense=few(8), moe=moe(True, 8, 6)), lora(1)),
+ "few readers early, planes 4/3 inner": (dict(on=RDE, dense=few(8), moe=moe(True, 4, 3, kd=256)), lora(1)),
+ "few readers early, planes 8/6 inner no B first": (dict(on=RDE, dense=few(8), moe=moe(True, 8, 6, prefetch=False)), lora(1)),
+ "planes 2/2": (dict(on=R, moe=moe(False, 2, 2)), lora(8, 32)),
+ "planes 4/3": (dict(on=R, moe=moe(False, 4, 3, kd=256)), lora(8)),
+ "planes 2/2 inner": (dict(on=R, moe=moe(True, 2, 2)), lora(8, 32)),
+ "planes 4/3 inner": (dict(on=R, moe=moe(True, 4, 3, kd=256)), lora(8)),
+ "inner dense tb no prefetch": (dict(on=RN, dense=dense(*tb)), lora(8)),
+ "readers tb no prefetch": (dict(on=RDN, dense=dense(*tb)), lora(8)),
+ "readers tb no prefetch early": (dict(on=RDNE, dense=dense(*tb)), lora(8)),
+ "readers tb early": (dict(on=RDE, dense=dense(*tb)), lora(8)),
+ "readers tb no prefetch, planes 4/3 inner": (dict(on=RDN, dense=dense(*tb), moe=moe(True, 4, 3, kd=256)), lora(8)),
  "readers": (dict(on=RD), lora(32, 128)),
- "readers, no fork": (dict(on=RD, dense=lambda s, a, p: replace(p, fork=False)), lora(32, 128)),
- "readers, inner moe": (dict(on=RD, moe=moe(), dense=dense(q8, o6)), lora(1, 8)),
- "readers, inner moe ": (dict(on=RD, moe=moe()), lora(32, 128)),
- "readers, inner moe, few": (dict(on=RD, moe=moe(), dense=few(8)), lora(1, 8)),
- "readers, few": (dict(on=RD, dense=few(8)), lora(1, 8)),
- "32 readers, inner all q64/128/5 o32/128/5": (dict(on=RD, moe=moe(), dense=dense(D(32,64,128,4,5), D(32,32,128,4,5), most=32)), lora(32)),
- "32 readers, inner dense": (dict(on=RD, dense=dense(D(32,64,128,4,5), D(32,32,128,4,5), most=32)), lora(32)),
+ "readers no fork": (dict(on=RD, dense=nofork), lora(32, 128)),
+ "readers no fork no prefetch": (dict(on=RDN, dense=nofork), lora(32, 128)),
+ "readers no fork early": (dict(on=RDE, dense=nofork), lora(32, 128)),
+ "readers no fork, inner moe": (dict(on=RD, dense=nofork, moe=moe()), lora(32)),
+ "32 readers inner no prefetch q32/256/4 o32/256/4": (dict(on=RDN, dense=dense(D(32,32,256,4,4), D(32,32,256,4,4), most=32)), lora(32)),
 }
-if CPU: cells = [(1,0),(1,1),(4,2)]
+if CPU: cells = [(1,0),(1,1),(8,0),(8,2)]
 else: cells = [(1,0),(1,1),(8,0),(8,1),(8,8),(32,0),(32,1),(32,32),(128,0),(128,8),(128,32)]
 b.run(cells, V, budget=66)

@@ -20,6 +20,7 @@ import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.dense_factors import DenseDelta, DenseFactors
+from vexpert.kernels.switches import ON
 from vexpert.kernels.dense_shrink import rows_of_a
 
 TILE = 16384  # elements of W in the registers of a program
@@ -115,6 +116,6 @@ def dense_few(
         x, weight, x if bias is None else bias, *given, y, h, shrinks, depth, columns, *numbers,
         x.stride(0), weight.stride(0),
         HAS_BIAS=bias is not None, SHRINK=lora is not None, ROWS=rows, **options,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=warps, **pdl_options(pdl),
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=ON["few_warps"], **pdl_options(pdl),
     )  # fmt: skip
     return y, rest

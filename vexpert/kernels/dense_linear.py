@@ -39,6 +39,7 @@ from vexpert.kernels.dense_shrink import (
     shrink_pieces,
     shrink_rows,
 )
+from vexpert.kernels.switches import ON
 from vexpert.kernels.dense_tiles import (
     DenseTile,
     add_lora,
@@ -275,7 +276,7 @@ def dense_linear(
         COLUMN_ALIGNMENT=column_alignment(sizes, tile.block_n), EVEN=even,
         PRECISION=dot_precision(x.dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
         BLOCK_K=tile.block_k, ROW_BYTES=depth * x.element_size(),
-        PIECES=_pieces(weight, tile) if pdl else 0, num_warps=tile.num_warps,
+        PIECES=_pieces(weight, tile) if pdl and ON["prefetch"] else 0, num_warps=tile.num_warps,
         num_stages=tile.num_stages, **pdl_options(pdl),
     )  # fmt: skip
     return y

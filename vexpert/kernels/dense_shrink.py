@@ -29,6 +29,7 @@ from vexpert.kernels.common import (
 )
 from vexpert.kernels.dense_factors import DenseFactors
 from vexpert.kernels.dense_order import RowOrder
+from vexpert.kernels.switches import ON
 from vexpert.kernels.dense_tiles import prefetch_rows
 
 
@@ -165,7 +166,7 @@ def shrink_pieces(shape: DenseShrink, part: int, depth: int, factors: DenseFacto
     size = part * factors.arena.element_size() * shape.cols
     even = depth % part == 0 and size % (16 * pieces) == 0 and shape.cols <= pieces
     aligned = factors.alignment_of(depth) * factors.arena.element_size() % 16 == 0
-    return pieces if pdl and shape.by_run and even and aligned else 0
+    return pieces if pdl and ON["prefetch"] and shape.by_run and even and aligned else 0
 
 
 def shrink_part(depth: int, shape: DenseShrink) -> int:
