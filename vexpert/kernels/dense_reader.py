@@ -30,6 +30,20 @@ def factors_of_row(
 
 
 @triton.jit
+def shrunk_row(
+    h, rank, plane, step, BLOCK_R: tl.constexpr, PLANES: tl.constexpr, dtype: tl.constexpr
+):  # fmt: skip
+    """BLOCK_R of a row's shrunk columns, in float32 as `dtype` rounds them; planes added."""
+    r = step * BLOCK_R + tl.arange(0, BLOCK_R)
+    # One load and a sum over planes: threads that each need all of them do not load them all.
+    COUNT: tl.constexpr = triton.next_power_of_2(PLANES)
+    i = tl.arange(0, COUNT)
+    mask = (i < PLANES)[:, None] & (r < rank)[None, :]
+    parts = tl.load(h + i[:, None] * plane + r[None, :], mask=mask, other=0.0)
+    return tl.sum(parts, 0).to(dtype).to(tl.float32)
+
+
+@triton.jit
 def add_of_row(
     y, row, rank, b_at, b, column, inside, h, plane, stride_h, arena, dtype: tl.constexpr,
     SIZE: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr, PLANES: tl.constexpr,
@@ -40,14 +54,10 @@ def add_of_row(
     if rank > 0:
         for step in tl.static_range(RANK_STEPS):
             r = step * BLOCK_R + tl.arange(0, BLOCK_R)
-            at = h + row * stride_h + r
-            value = tl.load(at, mask=r < rank, other=0.0)
-            for i in tl.static_range(1, PLANES):
-                value += tl.load(at + i * plane, mask=r < rank, other=0.0)
+            value = shrunk_row(h + row * stride_h, rank, plane, step, BLOCK_R, PLANES, kind)
             if step > 0:
                 line = arena + b_at // ALIGNMENT * ALIGNMENT + r[:, None] * SIZE + column[None, :]
                 b = tl.load(line, mask=(r < rank)[:, None] & inside[None, :], other=0.0)
-            value = value.to(kind).to(tl.float32)
             y += tl.sum(value[:, None] * b.to(tl.float32), 0)
         y = y.to(dtype).to(tl.float32)
     return y

@@ -35,7 +35,7 @@ from vexpert.kernels.common import (
     touch,
 )
 from vexpert.kernels.dense_factors import DenseDelta
-from vexpert.kernels.dense_reader import rest_options, rest_tensors
+from vexpert.kernels.dense_reader import rest_options, rest_tensors, shrunk_row
 from vexpert.kernels.norms import Norm, reference_rms_norm
 from vexpert.kernels.rms_norm import scale_rows
 
@@ -61,50 +61,35 @@ class Heads:
 
 
 @triton.jit
-def _delta(
-    column, mask, h, arena, rank, b_at, plane,
-    SIZE: tl.constexpr, BLOCK_R: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """[heads, n] float32: the sum over r of h[r] B^T[r, column]."""
-    dtype: tl.constexpr = arena.dtype.element_ty
-    total = tl.zeros_like(column).to(tl.float32)
-    for step in tl.static_range(STEPS):
-        r = step * BLOCK_R + tl.arange(0, BLOCK_R)
-        value = tl.load(h + r, mask=r < rank, other=0.0)
-        for i in tl.static_range(1, PLANES):
-            value += tl.load(h + i * plane + r, mask=r < rank, other=0.0)
-        value = value.to(dtype).to(tl.float32)
-        # Divided and multiplied: so the compiler knows what they are multiples of.
-        start = b_at // ALIGNMENT * ALIGNMENT
-        at = arena + start + r[:, None, None] * SIZE + column[None, :, :]
-        b = tl.load(at, mask=(r < rank)[:, None, None] & mask[None, :, :], other=0.0)
-        total += tl.sum(value[:, None, None] * b.to(tl.float32), 0)
-    return total
-
-
-@triton.jit
 def _load(
-    source, column, mask, factor, weight, line, h, arena, rank, b_at, plane,
-    FORM: tl.constexpr, NORMED: tl.constexpr, LORA: tl.constexpr, SIZE: tl.constexpr,
-    BLOCK_R: tl.constexpr, STEPS: tl.constexpr, PLANES: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
+    source, column, mask, h, arena, rank, b_at, plane,
+    LORA: tl.constexpr, SIZE: tl.constexpr, BLOCK_R: tl.constexpr, STEPS: tl.constexpr,
+    PLANES: tl.constexpr, ALIGNMENT: tl.constexpr,
 ):  # fmt: skip
-    """Elements [heads, n] in float32, LoRA added; normed if asked."""
+    """Elements [heads, n] in float32, with what the token's adapter adds."""
     dtype: tl.constexpr = source.dtype.element_ty
     x = tl.load(source + column, mask=mask, other=0.0).to(tl.float32)
     if LORA:
         if rank > 0:
-            x += _delta(
-                column, mask, h, arena, rank, b_at, plane, SIZE, BLOCK_R, STEPS, PLANES, ALIGNMENT
-            )
+            for step in tl.static_range(STEPS):
+                r = step * BLOCK_R + tl.arange(0, BLOCK_R)
+                value = shrunk_row(h, rank, plane, step, BLOCK_R, PLANES, arena.dtype.element_ty)
+                # Divided and multiplied: so the compiler knows what they are multiples of.
+                start = b_at // ALIGNMENT * ALIGNMENT
+                at = arena + start + r[:, None, None] * SIZE + column[None, :, :]
+                b = tl.load(at, mask=(r < rank)[:, None, None] & mask[None, :, :], other=0.0)
+                x += tl.sum(value[:, None, None] * b.to(tl.float32), 0)
             x = x.to(dtype).to(tl.float32)
-    if NORMED:
-        w = line
-        if FORM != "plain":
-            w = tl.load(weight + line, mask=mask, other=0.0)
-        x = scale_rows(x * factor, w, FORM, dtype).to(tl.float32)
     return x
+
+
+@triton.jit
+def _scale(x, mask, factor, weight, column, FORM: tl.constexpr, dtype: tl.constexpr):
+    """x [heads, n] normed, in float32; `column`: of the weight."""
+    w = column
+    if FORM != "plain":
+        w = tl.load(weight + column, mask=mask, other=0.0)
+    return scale_rows(x * factor, w, FORM, dtype).to(tl.float32)
 
 
 @triton.jit
@@ -138,7 +123,6 @@ def _rotate_heads(
     HEADS: tl.constexpr,
     BLOCK_H: tl.constexpr,
     D: tl.constexpr,
-    BLOCK_D: tl.constexpr,
     ROTARY: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_P: tl.constexpr,
@@ -162,23 +146,8 @@ def _rotate_heads(
     head = (first_head + tl.arange(0, BLOCK_H))[:, None]
     exists = head < HEADS
     written = exists & (row + 0 * head >= 0)
-    factor = tl.zeros((BLOCK_H, 1), dtype=tl.float32)
     line = 0 * head  # where the weight of a head starts
-    if NORM != "none":
-        all_d = tl.arange(0, BLOCK_D)[None, :]
-        inside = exists & (all_d < D)
-        x = _load(
-            source, head * D + all_d, inside, factor, weight, line + all_d, h, arena, rank, b_at,
-            plane, FORM, False, LORA, HEADS * D, BLOCK_RANK, RANK_STEPS, PLANES,
-            ALIGNMENT,
-        )  # fmt: skip
-        squares = tl.sum(x * x, 1)
-        if NORM == "all":
-            factor += tl.rsqrt(tl.sum(squares, 0) / (HEADS * D) + eps)
-            line = head * D
-        else:
-            factor += tl.rsqrt(squares / D + eps)[:, None]
-    NORMED: tl.constexpr = NORM != "none"
+    squares = tl.zeros((BLOCK_H,), dtype=tl.float32)
     if ROTARY > 0:
         HALF: tl.constexpr = ROTARY // 2
         pair = tl.arange(0, BLOCK_R)[None, :]
@@ -193,15 +162,34 @@ def _rotate_heads(
         c = tl.load(cos + pair * STEP, mask=within, other=0.0).to(tl.float32)
         s = tl.load(sin + pair * STEP, mask=within, other=0.0).to(tl.float32)
         a = _load(
-            source, head * D + first, mask, factor, weight, line + first, h, arena, rank, b_at,
-            plane, FORM, NORMED, LORA, HEADS * D, BLOCK_RANK, RANK_STEPS, PLANES,
-            ALIGNMENT,
+            source, head * D + first, mask, h, arena, rank, b_at, plane, LORA, HEADS * D,
+            BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
         )  # fmt: skip
         b = _load(
-            source, head * D + second, mask, factor, weight, line + second, h, arena, rank, b_at,
-            plane, FORM, NORMED, LORA, HEADS * D, BLOCK_RANK, RANK_STEPS, PLANES,
-            ALIGNMENT,
+            source, head * D + second, mask, h, arena, rank, b_at, plane, LORA, HEADS * D,
+            BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
         )  # fmt: skip
+        squares += tl.sum(a * a, 1) + tl.sum(b * b, 1)
+    if ROTARY < D:
+        rest = ROTARY + tl.arange(0, BLOCK_P)[None, :]
+        kept = exists & (rest < D)
+        x = _load(
+            source, head * D + rest, kept, h, arena, rank, b_at, plane, LORA, HEADS * D,
+            BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
+        )  # fmt: skip
+        squares += tl.sum(x * x, 1)
+    if NORM != "none":
+        if NORM == "all":
+            factor = tl.rsqrt(tl.sum(squares, 0) / (HEADS * D) + eps)
+            line = head * D
+        else:
+            factor = tl.rsqrt(squares / D + eps)[:, None]
+        if ROTARY > 0:
+            a = _scale(a, mask, factor, weight, line + first, FORM, dtype)
+            b = _scale(b, mask, factor, weight, line + second, FORM, dtype)
+        if ROTARY < D:
+            x = _scale(x, kept, factor, weight, line + rest, FORM, dtype)
+    if ROTARY > 0:
         ac = (a * c).to(cos_dtype).to(tl.float32)
         bs = (b * s).to(cos_dtype).to(tl.float32)
         bc = (b * c).to(cos_dtype).to(tl.float32)
@@ -211,14 +199,7 @@ def _rotate_heads(
             target + head * D + second, (bc + as_).to(dtype).to(tl.float32), mask & written, CACHE
         )
     if ROTARY < D:
-        rest = ROTARY + tl.arange(0, BLOCK_P)[None, :]
-        mask = exists & (rest < D)
-        x = _load(
-            source, head * D + rest, mask, factor, weight, line + rest, h, arena, rank, b_at,
-            plane, FORM, NORMED, LORA, HEADS * D, BLOCK_RANK, RANK_STEPS, PLANES,
-            ALIGNMENT,
-        )  # fmt: skip
-        _store(target + head * D + rest, x, mask & written, CACHE)
+        _store(target + head * D + rest, x, kept & written, CACHE)
 
 
 @triton.jit
@@ -308,7 +289,7 @@ def _rope_write_kernel(
     if part < Q_PROGRAMS:
         _rotate_heads(
             q + token * stride_q, q_out + token * NUM_Q * D, q_weight, cos, sin, q_eps,
-            part * Q_BLOCK, token, h, arena, rank, b_at, plane, NUM_Q, Q_BLOCK, D, BLOCK_D, ROTARY, BLOCK_R, BLOCK_P,
+            part * Q_BLOCK, token, h, arena, rank, b_at, plane, NUM_Q, Q_BLOCK, D, ROTARY, BLOCK_R, BLOCK_P,
             INTERLEAVED, STEP, NORM, Q_FORM, False, LORA, BLOCK_RANK, RANK_STEPS, PLANES,
             ALIGNMENT,
         )  # fmt: skip
@@ -317,14 +298,14 @@ def _rope_write_kernel(
         if part < Q_PROGRAMS + KV_PROGRAMS:
             _rotate_heads(
                 k + token * stride_k, keys + row * NUM_KV * D, k_weight, cos, sin, k_eps,
-                (part - Q_PROGRAMS) * KV_BLOCK, row, h, arena, rank, b_at, plane, NUM_KV, KV_BLOCK, D, BLOCK_D, ROTARY,
+                (part - Q_PROGRAMS) * KV_BLOCK, row, h, arena, rank, b_at, plane, NUM_KV, KV_BLOCK, D, ROTARY,
                 BLOCK_R, BLOCK_P, INTERLEAVED, STEP, NORM, K_FORM, True, LORA, BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
             )  # fmt: skip
         else:
             _rotate_heads(
                 v + token * stride_v, values + row * NUM_KV * D, k_weight, cos, sin, k_eps,
                 (part - Q_PROGRAMS - KV_PROGRAMS) * KV_BLOCK, row, h, arena, rank, b_at, plane, NUM_KV, KV_BLOCK, D,
-                BLOCK_D, 0, BLOCK_R, BLOCK_D, INTERLEAVED, STEP, "none", K_FORM, True, LORA, BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
+                0, BLOCK_R, BLOCK_D, INTERLEAVED, STEP, "none", K_FORM, True, LORA, BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
             )  # fmt: skip
 
 
