@@ -34,56 +34,57 @@ def both(*fs):
         for g in fs: p = g(s, a, p)
         return p
     return f
-P = dict(prefetch=1, few_warps=4)
-R = dict(P, touch_order=1, ranked=0)
-RN = dict(R, prefetch=0)
-RD = dict(R, qkv=1, o_few=8, o_many=1); RDN = dict(RD, prefetch=0)
-RDE = dict(RD, early_decode=1); RDNE = dict(RDN, early_decode=1)
-W8 = dict(few_warps=8)
-K = dict(ranked=1)
+P = dict(prefetch=1, few_warps=8, few_tile=16384)
+R = dict(P, touch_order=1, prefetch=0)
+RD = dict(R, qkv=1, o_few=8, o_many=1)
+RE, RDE = dict(R, early_decode=1), dict(RD, early_decode=1)
 base = lambda *rows: (lambda r, a: a == 0 and r in rows)
 lora = lambda *rows: (lambda r, a: a > 0 and r in rows)
 at = lambda *rows: (lambda r, a: r in rows)
-ta, tb, tc = (q8, o6), (D(16,32,256,4,5), D(16,32,128,4,8)), (D(16,64,128,4,4), D(16,16,256,4,4))
+tb, td, te = (D(16,32,256,4,5), D(16,32,128,4,8)), (D(16,32,256,4,5), D(16,16,256,4,6)), (D(16,32,256,4,5), D(16,16,512,4,3))
+t32a, t32b = (D(32,32,256,4,4), D(32,16,256,4,5)), (D(32,32,128,4,6), D(32,16,512,4,3))
 nofork = lambda s, a, p: replace(p, fork=False)
+def sh(*shape):
+    return lambda s, a, p: replace(p, shrink=S(True, 16, *shape))
+def inl(s, a, p): return replace(p, lora=replace(p.lora, inline=True))
+inn2, inn1 = moe(True, 2, 2), moe(True, 1, 1)
 V = {
  "now": (dict(on=P), lambda r, a: True),
- "ranked": (dict(on=dict(R, **K)), base(1, 8, 32, 128)),
- "few 4 warps": (dict(on=R, dense=few(8)), base(1, 8)),
- "few 4 warps early": (dict(on=dict(R, early_decode=1), dense=few(8)), base(1, 8)),
- "few 8 warps early": (dict(on=dict(R, early_decode=1, **W8), dense=few(8)), base(1, 8)),
- "alone ta no prefetch": (dict(on=RN, dense=dense(*ta, alone=True, inner=False)), base(1, 8)),
- "alone tb no prefetch": (dict(on=RN, dense=dense(*tb, alone=True, inner=False)), base(1, 8)),
- "alone tb no prefetch early": (dict(on=dict(RN, early_decode=1), dense=dense(*tb, alone=True, inner=False)), base(1, 8)),
- "32 alone no prefetch q64/128/5 o32/128/5": (dict(on=RN, dense=dense(D(32,64,128,4,5), D(32,32,128,4,5), most=32, alone=True, inner=False)), base(32)),
- "32 alone no prefetch q32/256/4 o32/256/4": (dict(on=RN, dense=dense(D(32,32,256,4,4), D(32,32,256,4,4), most=32, alone=True, inner=False)), base(32)),
- "planes 8/6": (dict(on=R, moe=moe(False, 8, 6)), lora(1)),
- "planes 8/6 inner": (dict(on=R, moe=moe(True, 8, 6)), lora(1)),
- "few readers": (dict(on=RD, dense=few(8)), lora(1, 8)),
- "few readers early": (dict(on=RDE, dense=few(8)), lora(1, 8)),
- "few readers early, planes 8/6": (dict(on=RDE, dense=few(8), moe=moe(False, 8, 6)), lora(1)),
- "few readers early, planes 8/6 inner": (dict(on=RDE, dense=few(8), moe=moe(True, 8, 6)), lora(1)),
- "few readers early, planes 4/3 inner": (dict(on=RDE, dense=few(8), moe=moe(True, 4, 3, kd=256)), lora(1)),
- "few readers early, planes 8/6 inner no B first": (dict(on=RDE, dense=few(8), moe=moe(True, 8, 6, prefetch=False)), lora(1)),
- "library readers": (dict(on=RD, dense=lambda s, a, p: replace(p, linear=None, fork=False)), lora(1, 8)),
- "library readers no prefetch": (dict(on=RDN, dense=lambda s, a, p: replace(p, linear=None, fork=False)), lora(1, 8)),
- "library readers fork": (dict(on=RD, dense=lambda s, a, p: replace(p, linear=None, fork=True)), lora(1, 8)),
- "planes 2/2": (dict(on=R, moe=moe(False, 2, 2)), lora(8, 32)),
- "planes 4/3": (dict(on=R, moe=moe(False, 4, 3, kd=256)), lora(8)),
- "planes 2/2 inner": (dict(on=R, moe=moe(True, 2, 2)), lora(8, 32)),
- "planes 4/3 inner": (dict(on=R, moe=moe(True, 4, 3, kd=256)), lora(8)),
- "inner dense tb no prefetch": (dict(on=RN, dense=dense(*tb)), lora(8)),
- "readers tb no prefetch": (dict(on=RDN, dense=dense(*tb)), lora(8)),
- "readers tb no prefetch early": (dict(on=RDNE, dense=dense(*tb)), lora(8)),
- "readers tb early": (dict(on=RDE, dense=dense(*tb)), lora(8)),
- "readers tb no prefetch, planes 4/3 inner": (dict(on=RDN, dense=dense(*tb), moe=moe(True, 4, 3, kd=256)), lora(8)),
+ "few": (dict(on=R, dense=few(4)), base(1, 2)),
+ "few early": (dict(on=RE, dense=few(4)), base(1, 2, 4)),
+ "few early, half tiles": (dict(on=dict(RE, few_tile=8192), dense=few(4)), base(1)),
+ "few early, 16 warps": (dict(on=dict(RE, few_warps=16), dense=few(4)), base(1)),
+ "few early, double tiles, 16 warps": (dict(on=dict(RE, few_tile=32768, few_warps=16), dense=few(4)), base(1)),
+ "alone td": (dict(on=R, dense=dense(*td, alone=True, inner=False)), base(4, 8)),
+ "few readers": (dict(on=RD, dense=few(4)), lora(1)),
+ "few readers early": (dict(on=RDE, dense=few(4)), lora(1, 2, 4)),
+ "few readers early, half tiles": (dict(on=dict(RDE, few_tile=8192), dense=few(4)), lora(1)),
+ "few readers early, 16 warps": (dict(on=dict(RDE, few_warps=16), dense=few(4)), lora(1)),
+ "few readers early, inline": (dict(on=RDE, dense=few(4), moe=inl), lora(1)),
+ "few readers early, inner 2/2": (dict(on=RDE, dense=few(4), moe=inn2), lora(1)),
+ "inner tb, inner 2/2": (dict(on=R, dense=dense(*tb), moe=inn2), lora(8)),
+ "inner td, inner 2/2": (dict(on=R, dense=dense(*td), moe=inn2), lora(4, 8)),
+ "inner te, inner 2/2": (dict(on=R, dense=dense(*te), moe=inn2), lora(8)),
+ "readers tb, inner 2/2": (dict(on=RD, dense=dense(*tb), moe=inn2), lora(8)),
+ "readers td, inner 2/2": (dict(on=RD, dense=dense(*td), moe=inn2), lora(4, 8)),
+ "readers td, inner 2/2 early": (dict(on=RDE, dense=dense(*td), moe=inn2), lora(8)),
+ "readers but o td, inner 2/2": (dict(on=dict(RD, o_few=0), dense=dense(*td), moe=inn2), lora(8)),
+ "readers td, inner 1/1": (dict(on=RD, dense=dense(*td), moe=inn1), lora(8)),
  "readers": (dict(on=RD), lora(32, 128)),
- "readers no fork": (dict(on=RD, dense=nofork), lora(32, 128)),
- "readers no fork no prefetch": (dict(on=RDN, dense=nofork), lora(32, 128)),
- "readers no fork early": (dict(on=RDE, dense=nofork), lora(32, 128)),
- "readers no fork, inner moe": (dict(on=RD, dense=nofork, moe=moe()), lora(32)),
- "32 readers inner no prefetch q32/256/4 o32/256/4": (dict(on=RDN, dense=dense(D(32,32,256,4,4), D(32,32,256,4,4), most=32)), lora(32)),
+ "readers, inner 1/1": (dict(on=RD, moe=inn1), lora(32)),
+ "readers, inner 2/2": (dict(on=RD, moe=inn2), lora(32)),
+ "readers, inner 2/2, no touch": (dict(on=dict(RD, touch_order=0), moe=inn2), lora(32)),
+ "alone t32a": (dict(on=R, dense=dense(*t32a, most=32, alone=True, inner=False)), base(32)),
+ "readers t32a, inner 2/2": (dict(on=RD, dense=dense(*t32a, most=32), moe=inn2), lora(32)),
+ "readers t32b, inner 2/2": (dict(on=RD, dense=dense(*t32b, most=32), moe=inn2), lora(32)),
+ "readers t32a o too, inner 2/2": (dict(on=dict(RD, o_few=32), dense=dense(*t32a, most=32), moe=inn2), lora(32)),
+ "readers, shrink 64 4 128": (dict(on=RD, dense=sh(64, 4, 128, 4, 3)), lora(128)),
+ "readers, shrink 64 8 256": (dict(on=RD, dense=sh(64, 8, 256, 4, 2)), lora(128)),
+ "readers, shrink 16 2 128": (dict(on=RD, dense=sh(16, 2, 128, 4, 4)), lora(128)),
+ "readers, shrink 16 1 256 2 warps": (dict(on=RD, dense=sh(16, 1, 256, 2, 4)), lora(128)),
+ "readers no o, shrink 64 4 128": (dict(on=dict(RD, o_many=0), dense=sh(64, 4, 128, 4, 3)), lora(128)),
+ "readers no qkv, shrink 64 4 128": (dict(on=dict(RD, qkv=0), dense=sh(64, 4, 128, 4, 3)), lora(128)),
 }
 if CPU: cells = [(1,0),(1,1),(8,0),(8,2)]
-else: cells = [(1,0),(1,1),(8,0),(8,1),(8,8),(32,0),(32,1),(32,32),(128,0),(128,8),(128,32)]
+else: cells = [(1,0),(1,1),(2,0),(2,1),(4,0),(4,4),(8,0),(8,1),(8,8),(32,0),(32,1),(32,32),(128,8),(128,32)]
 b.run(cells, V, budget=66)

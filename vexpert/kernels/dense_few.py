@@ -96,7 +96,7 @@ def dense_few(
     (rows, depth), columns = x.shape, weight.shape[0]
     y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block_k = power_of_two(depth, 16, MOST_DEPTH)
-    block_n = max(1, tile // block_k)
+    block_n = max(1, ON["few_tile"] // block_k)
     given, options, rest, shrinks = (x, x, x), {}, None, 0
     h, numbers = y, (0, 0)
     if lora is not None:

@@ -37,6 +37,8 @@ from vexpert.kernels.moe_tiles import (
     items_of,
     load_b,
     own_rows,
+    pair_a,
+    pair_b,
     read_tile,
     shrunk_of_items,
     shrunk_rows,
@@ -84,6 +86,9 @@ def _down_tile(
     HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     INNER: tl.constexpr,
+    INLINE: tl.constexpr,
+    A_R: tl.constexpr,
+    A_ALIGNMENT: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -120,7 +125,7 @@ def _down_tile(
         pair = tl.load(pair_at + position, mask=mine, other=0)
     if HAS_SCALE:
         scale = tl.load(scale_at + position, mask=mine, other=0.0).to(tl.float32)
-    if HAS_LORA:
+    if HAS_LORA and not INLINE:
         dtype: tl.constexpr = arena.dtype.element_ty
         plane = num_pairs * max_rank
         if BY_RUN:
@@ -141,6 +146,17 @@ def _down_tile(
             )  # fmt: skip
             if not BY_RUN:
                 b_tile0 = load_b(arena, b_at0, used0, r0, n, inside, size, ALIGNMENT)
+    if INLINE:
+        kind: tl.constexpr = arena.dtype.element_ty
+        a_used, a_at = pair_a(
+            address, rank, start, expert, num_slots, depth, TOP_K, A_R, A_ALIGNMENT
+        )
+        a_line = arena + a_at[None, :] + k[:, None]
+        shrunk = tl.zeros((BLOCK_M, A_R), dtype=tl.float32)
+        b_all = pair_b(
+            address, rank, arena, start, expert, num_slots, n, inside, size, 0, 1, TOP_K, A_R,
+            ALIGNMENT,
+        )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = inter_rows.load([start, first])
@@ -153,11 +169,20 @@ def _down_tile(
             x_tile = tl.load(x_at, mask=mine[:, None] & within[None, :], other=0.0)
             w_tile = tl.load(w_at, mask=inside[None, :] & within[:, None], other=0.0)
         total = tl.dot(x_tile, w_tile, total, input_precision=PRECISION)
+        if INLINE:
+            if EVEN:
+                a_tile = tl.load(a_line, mask=a_used[None, :], other=0.0)
+            else:
+                a_tile = tl.load(a_line, mask=a_used[None, :] & within[:, None], other=0.0)
+            shrunk = tl.dot(x_tile, a_tile, shrunk, input_precision=PRECISION)
+            a_line += BLOCK_K
         x_at += BLOCK_K
         w_at += BLOCK_K * stride_wk
     if HAS_BIAS:
         total += tl.load(bias + expert * size + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if HAS_LORA:
+    if INLINE:
+        total = tl.dot(shrunk.to(kind), b_all, total, input_precision=PRECISION)
+    if HAS_LORA and not INLINE:
         if INNER:
             await_arrivals(arrivals, shrinks, consumers, tl.program_id(0) - shrinks)
         elif not EARLY:
@@ -251,6 +276,7 @@ def _down_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     INNER: tl.constexpr,
+    INLINE: tl.constexpr,
     A_M: tl.constexpr,
     A_K: tl.constexpr,
     A_R: tl.constexpr,
@@ -294,6 +320,7 @@ def _down_kernel(
             )  # fmt: skip
             arrive(arrivals)
             return
+    if INNER or INLINE:
         if IDENTITY and PDL:
             slot = tl.load(address + tile // TOP_K + tl.zeros((1,), tl.int32))
             touch_table(rank, slot, num_slots, 1)
@@ -314,7 +341,7 @@ def _down_kernel(
             scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
             rank, arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, depth, size,
             stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
-            HAS_LORA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
+            HAS_LORA, INNER, INLINE, A_R, A_ALIGNMENT, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
             RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
             EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
@@ -324,7 +351,7 @@ def _down_kernel(
             scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
             rank, arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, depth, size,
             stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
-            HAS_LORA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
+            HAS_LORA, INNER, INLINE, A_R, A_ALIGNMENT, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
             RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
             EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
