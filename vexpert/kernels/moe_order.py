@@ -30,6 +30,7 @@ from vexpert.kernels.moe_factors import (
     factor_arguments,
     factor_options,
     store_site,
+    store_sites,
     touch_table,
 )
 from vexpert.kernels.switches import ON
@@ -112,6 +113,7 @@ def _order_kernel(
     HAS_WEIGHTS: tl.constexpr,
     LOOK_UP: tl.constexpr,
     TOUCH: tl.constexpr,
+    SITES: tl.constexpr,
     GATE_SLICES: tl.constexpr,
     HAS_UP: tl.constexpr,
     HAS_DOWN: tl.constexpr,
@@ -174,14 +176,20 @@ def _order_kernel(
     tl.store(run_end + position, up_to, mask=inside)
     if LOOK_UP:
         active = inside & (slot >= 0) & (expert < num_experts)
-        store_site(
-            position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-            up_table, 0, 2, GATE_SLICES, HAS_UP,
-        )  # fmt: skip
-        store_site(
-            position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-            down_table, 1, 4, 1, HAS_DOWN,
-        )  # fmt: skip
+        if SITES:
+            store_sites(
+                position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+                up_table, down_table, GATE_SLICES, HAS_UP, HAS_DOWN,
+            )  # fmt: skip
+        else:
+            store_site(
+                position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+                up_table, 0, 2, GATE_SLICES, HAS_UP,
+            )  # fmt: skip
+            store_site(
+                position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+                down_table, 1, 4, 1, HAS_DOWN,
+            )  # fmt: skip
     within = position - expert_start
     opens = inside & (expert < num_experts) & (within % BLOCK_M == 0)
     tile = first_tile + within // BLOCK_M
@@ -297,6 +305,7 @@ def order_pairs(
         HAS_SLOTS=factors is not None,
         HAS_WEIGHTS=scale is not None,
         LOOK_UP=factors is not None and look_up,
+        SITES=bool(ON["sites"]),
         TOUCH=factors is not None and look_up and pdl and bool(ON["touch_order"]),
         **factor_options(factors),
         BLOCK_M=block_m,
