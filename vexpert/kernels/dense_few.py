@@ -20,8 +20,8 @@ import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.dense_factors import DenseDelta, DenseFactors
-from vexpert.kernels.switches import ON
 from vexpert.kernels.dense_shrink import rows_of_a
+from vexpert.kernels.switches import ON
 
 TILE = 16384  # elements of W in the registers of a program
 MOST_DEPTH = 8192

@@ -39,7 +39,6 @@ from vexpert.kernels.dense_shrink import (
     shrink_pieces,
     shrink_rows,
 )
-from vexpert.kernels.switches import ON
 from vexpert.kernels.dense_tiles import (
     DenseTile,
     add_lora,
@@ -51,6 +50,7 @@ from vexpert.kernels.dense_tiles import (
     site_of,
     stacked_b,
 )
+from vexpert.kernels.switches import ON
 
 
 @dataclass(frozen=True)

@@ -29,8 +29,8 @@ from vexpert.kernels.common import (
 )
 from vexpert.kernels.dense_factors import DenseFactors
 from vexpert.kernels.dense_order import RowOrder
-from vexpert.kernels.switches import ON
 from vexpert.kernels.dense_tiles import prefetch_rows
+from vexpert.kernels.switches import ON
 
 
 @dataclass(frozen=True)

@@ -43,8 +43,8 @@ from vexpert.kernels.paged_tiles import (
     load_blocks,
     load_rows,
 )
-from vexpert.kernels.switches import ON
 from vexpert.kernels.paged_types import AttentionBatch, PagedShape, Scores
+from vexpert.kernels.switches import ON
 
 
 @dataclass(frozen=True)

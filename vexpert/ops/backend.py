@@ -11,8 +11,8 @@ from typing import Protocol
 
 import torch
 
-from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.errors import UnsupportedError
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.log import get_logger, log_once
 from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.types import (

@@ -7,8 +7,8 @@ import torch
 
 from vexpert.kernels.blocks import Blocks, make_blocks, virtual_keys
 from vexpert.kernels.combine import combine
-from vexpert.kernels.dense_order import RowOrder, order_rows
 from vexpert.kernels.dense_factors import DenseDelta
+from vexpert.kernels.dense_order import RowOrder, order_rows
 from vexpert.kernels.grouped_gemm import grouped_gemm
 from vexpert.kernels.lora_expand import SliceRun, lora_expand
 from vexpert.kernels.lora_shrink import lora_shrink
