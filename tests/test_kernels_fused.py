@@ -26,9 +26,10 @@ def random(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
     return torch.randn(*shape).to(DEVICE, dtype)
 
 
-def assert_close(got: torch.Tensor, want: torch.Tensor) -> None:
+def assert_close(got: torch.Tensor, want: torch.Tensor, atol: float = 0.1) -> None:
+    """`atol` in units of the relative limit."""
     limit = TOLERANCE[want.dtype]
-    torch.testing.assert_close(got, want, rtol=limit, atol=limit / 10)
+    torch.testing.assert_close(got, want, rtol=limit, atol=atol * limit)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
@@ -46,7 +47,8 @@ def test_norm(shape: tuple[int, ...], form: str, dtype: torch.dtype) -> None:
         before = x.clone(), residual.clone()
         total, y = add_rms_norm(x, residual, norm, multiplier)
         want = residual + (x * multiplier if multiplier != 1.0 else x)
-        assert torch.equal(total, want)
+        slack = 1e-6 if dtype == torch.float32 else 0.0  # a multiply-add rounds once, not twice
+        torch.testing.assert_close(total, want, rtol=slack, atol=slack)
         assert_close(y, reference_rms_norm(want, norm))
         assert torch.equal(x, before[0])
         assert torch.equal(residual, before[1])
@@ -105,13 +107,14 @@ def test_rope_write(
     before = random(2 * CACHE_ROWS, num_kv, d, dtype=dtype)
     keys, values = before.clone(), before.clone()
     got = rope_write(q, k, v, heads, rope, (cos, sin), rows, (keys, values))
-    assert_close(got, reference_rotate(q.view(tokens, num_q, d), heads.q_norm, rope, (cos, sin)))
+    want = reference_rotate(q.view(tokens, num_q, d), heads.q_norm, rope, (cos, sin))
+    assert_close(got, want, atol=0.5)  # a GPU may round a product less: it shows where two cancel
     want_keys, want_values = before.clone(), before.clone()
     mine = rows >= 0
     k_want = reference_rotate(k.view(tokens, num_kv, d), heads.k_norm, rope, (cos, sin))
     want_keys[rows[mine]] = k_want[mine]
     want_values[rows[mine]] = v.view(tokens, num_kv, d)[mine]
-    assert_close(keys, want_keys)
+    assert_close(keys, want_keys, atol=0.5)
     assert torch.equal(values, want_values)
 
 

@@ -5,7 +5,8 @@ For token t and each head of q and k, x = its d elements, normed first if there 
   x[FIRST(i)]  = a * cos[t, i * step] - b * sin[t, i * step]
   x[SECOND(i)] = b * cos[t, i * step] + a * sin[t, i * step]
 halves: FIRST(i) = i, SECOND(i) = i + R / 2; interleaved: 2 i and 2 i + 1. Elements from R on stay.
-Products are rounded to the dtype of cos, as PyTorch does it.
+Products are rounded to the dtype of cos, as PyTorch does it, where the compiler does not contract
+them with the sum.
 
 | array | shape | holds |
 |---|---|---|
