@@ -32,10 +32,6 @@ ORDERED = BasePlan(False, 16, SMALL, SMALL, pdl=False)
 PLANS = {
     "identity": (Flags(), ALONE, LoraPlan(RUN, RUN, False, 2)),
     "identity-prefetch": (GPT_OSS, ALONE, LoraPlan(RUN, RUN, False, 1, 1, True)),
-    "identity-inner": (Flags(), ALONE, LoraPlan(RUN, RUN, False, 1, 1, True, inner=True)),
-    "identity-inline": (
-        Flags(has_bias=True), ALONE, LoraPlan(RUN, RUN, False, 1, 1, True, inline=True)
-    ),
     "rows": (Flags(), ORDERED, LoraPlan(RUN, RUN, False, 4, 2)),
     "rows-inner": (
         Flags(has_bias=True),

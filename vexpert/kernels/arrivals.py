@@ -1,10 +1,10 @@
 """Programs of a launch that wait for other programs of it.
 
 Producers have the lowest numbers: the device starts programs in their order, so all of them run, or
-have run, when a consumer waits. One int32, `arrivals`, counts: each producer adds 1 when it is done,
-each consumer 1 when it need not wait any more, but for consumer 0, which takes off what all others
-add. So it is 0 before and after, at least `producers` from the last producer to consumer 0, and
-negative from there to the last consumer. Launches that use it must follow one another.
+have run, when a consumer waits. One int32, `arrivals`, counts: each producer adds 1 when it is
+done, each consumer 1 when it need not wait any more, but for consumer 0, which takes off what all
+others add. So it is 0 before and after, at least `producers` from the last producer to consumer 0,
+and negative from there to the last consumer. Launches that share it must follow one another.
 """
 
 import triton

@@ -21,7 +21,6 @@ import triton.language as tl
 from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait, power_of_two
 from vexpert.kernels.dense_factors import DenseDelta, DenseFactors
 from vexpert.kernels.dense_shrink import rows_of_a
-from vexpert.kernels.switches import ON
 
 TILE = 16384  # elements of W in the registers of a program
 MOST_DEPTH = 8192
@@ -88,15 +87,13 @@ def dense_few(
     bias: torch.Tensor | None,
     lora: tuple[torch.Tensor, DenseFactors] | None,
     pdl: bool = False,
-    warps: int = 4,
-    tile: int = TILE,
 ) -> tuple[torch.Tensor, DenseDelta | None]:
     """(y, what is still to add to it); `lora`: slots [R] of the rows and factors."""
     assert can_few(x, weight), (x.shape, x.stride(), weight.stride())
     (rows, depth), columns = x.shape, weight.shape[0]
     y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
     block_k = power_of_two(depth, 16, MOST_DEPTH)
-    block_n = max(1, ON["few_tile"] // block_k)
+    block_n = max(1, TILE // block_k)
     given, options, rest, shrinks = (x, x, x), {}, None, 0
     h, numbers = y, (0, 0)
     if lora is not None:
@@ -116,6 +113,6 @@ def dense_few(
         x, weight, x if bias is None else bias, *given, y, h, shrinks, depth, columns, *numbers,
         x.stride(0), weight.stride(0),
         HAS_BIAS=bias is not None, SHRINK=lora is not None, ROWS=rows, **options,
-        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=ON["few_warps"], **pdl_options(pdl),
+        BLOCK_N=block_n, BLOCK_K=block_k, num_warps=8, **pdl_options(pdl),
     )  # fmt: skip
     return y, rest

@@ -1,7 +1,7 @@
 """A packed dense layer for few rows, LoRA included: y[r] = W x[r] + bias + B[site, slot] h[r].
 
-While the kernels before it still run, it loads the factors of a tile's first runs and brings its
-weights to the L2. Its first programs may be the shrink: the others add once these have arrived.
+While the kernels before it still run, it loads the factors of a tile's first runs. Its first
+programs may be the shrink: the others add once these have arrived.
 
 | array | shape | holds |
 |---|---|---|
@@ -33,10 +33,8 @@ from vexpert.kernels.dense_factors import DenseFactors
 from vexpert.kernels.dense_order import RowOrder
 from vexpert.kernels.dense_shrink import (
     DenseShrink,
-    prefetch_a,
     rows_of_a,
     shrink_part,
-    shrink_pieces,
     shrink_rows,
 )
 from vexpert.kernels.dense_tiles import (
@@ -45,12 +43,10 @@ from vexpert.kernels.dense_tiles import (
     column_alignment,
     column_blocks,
     lora_options,
-    prefetch_rows,
     rows_of_tile,
     site_of,
     stacked_b,
 )
-from vexpert.kernels.switches import ON
 
 
 @dataclass(frozen=True)
@@ -73,7 +69,7 @@ def _shrink_program(
     IDENTITY: tl.constexpr, SITES: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr,
     A_ALIGNMENT: tl.constexpr, A_EVEN: tl.constexpr, PRECISION: tl.constexpr,
     BLOCK_M: tl.constexpr, A_K: tl.constexpr, PART: tl.constexpr, COLS: tl.constexpr,
-    A_PIECES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A run's rows, a block of columns of h, a part of the depth."""
     BLOCKS: tl.constexpr = (SITES * WIDTH + COLS - 1) // COLS
@@ -88,8 +84,6 @@ def _shrink_program(
     used, a_at = rows_of_a(
         slot, block, table, num_slots, depth, site_step, SITES, WIDTH, A_ALIGNMENT, COLS
     )
-    if A_PIECES > 0:
-        prefetch_a(used, a_at, arena, left, PART, A_PIECES, COLS)
     pdl_wait(PDL)
     if slot >= 0:
         plane = h + (program % PLANES).to(tl.int64) * num_rows * (SITES * WIDTH)
@@ -108,7 +102,7 @@ def _linear_program(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROW_BYTES: tl.constexpr, PIECES: tl.constexpr, PDL: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
     """A tile of rows, a block of columns."""
     tiles = tl.cdiv(num_rows, BLOCK_M)
@@ -116,11 +110,7 @@ def _linear_program(
     site, before, block, size = site_of(program // tiles, SIZES, BLOCK_N)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < size
-    # Weights and factors before the wait: nothing that runs beside this kernel writes them.
-    if PIECES > 0:
-        line = block * BLOCK_N + tl.arange(0, PIECES) % BLOCK_N
-        line_at = weight + (before + tl.minimum(line, size - 1)).to(tl.int64) * stride_wn
-        prefetch_rows(line_at, size - block * BLOCK_N, ROW_BYTES, BLOCK_N, PIECES)
+    # Factors before the wait: nothing that runs beside this kernel writes them.
     if HAS_LORA:
         site_table = table + site.to(tl.int64) * site_step
         row, mine, run, first, last = rows_of_tile(
@@ -173,9 +163,8 @@ def _linear_kernel(
     WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr,
     ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, EVEN: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
-    ROW_BYTES: tl.constexpr, PIECES: tl.constexpr, A_ALIGNMENT: tl.constexpr, A_EVEN: tl.constexpr,
-    A_K: tl.constexpr, PART: tl.constexpr, COLS: tl.constexpr, A_PIECES: tl.constexpr,
-    PDL: tl.constexpr,
+    A_ALIGNMENT: tl.constexpr, A_EVEN: tl.constexpr, A_K: tl.constexpr, PART: tl.constexpr,
+    COLS: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_release(PDL)
     program = tl.program_id(0)
@@ -183,7 +172,7 @@ def _linear_kernel(
         _shrink_program(
             program, x, h, row_run, run_slot, arena, table, num_rows, num_slots, depth, site_step,
             stride_x, IDENTITY, len(SIZES), PLANES, WIDTH, A_ALIGNMENT, A_EVEN, PRECISION, BLOCK_M,
-            A_K, PART, COLS, A_PIECES, PDL,
+            A_K, PART, COLS, PDL,
         )  # fmt: skip
         if HAS_LORA:
             arrive(arrivals)
@@ -193,41 +182,30 @@ def _linear_kernel(
             arrivals, arena, table, num_rows, shrinks, num_slots, depth, site_step, stride_x,
             stride_wn, stride_wk, stride_h, HAS_BIAS, HAS_LORA, INNER, IDENTITY, ONE_TILE, SIZES,
             COLUMNS, PLANES, WIDTH, GROUP, BLOCK_R, RANK_STEPS, ALIGNMENT, COLUMN_ALIGNMENT, EVEN,
-            PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, ROW_BYTES, PIECES, PDL,
+            PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
 
 NO_SHRINK = {
     "INNER": False, "A_ALIGNMENT": 1, "A_EVEN": True, "A_K": 16, "PART": 16, "COLS": 16,
-    "A_PIECES": 0,
 }  # fmt: skip
 NO_LORA = {
     "PLANES": 1, "WIDTH": 16, "GROUP": 1, "BLOCK_R": 16, "RANK_STEPS": 1, "ALIGNMENT": 1
 }  # fmt: skip
 
 
-def _pieces(weight: torch.Tensor, tile: DenseTile) -> int:
-    """Parts in which a program asks for its weights beforehand; 0: it does not."""
-    pieces = 32 * tile.num_warps
-    row = weight.shape[1] * weight.element_size()
-    even = row * tile.block_n % (16 * pieces) == 0 and tile.block_n <= pieces
-    return pieces if even and weight.is_contiguous() and weight.data_ptr() % 16 == 0 else 0
-
-
-def _shrink_options(lora: DenseLora | None, depth: int, pdl: bool) -> dict[str, int | bool]:
+def _shrink_options(lora: DenseLora | None, depth: int) -> dict[str, int | bool]:
     """Constants of the programs that shrink."""
     if lora is None or lora.shrink is None:
         return NO_SHRINK
     shape, factors = lora.shrink, lora.factors
-    part = shrink_part(depth, shape)
     return {
         "INNER": True,
         "A_ALIGNMENT": factors.alignment_of(depth),
         "A_EVEN": depth % shape.block_k == 0,
         "A_K": shape.block_k,
-        "PART": part,
+        "PART": shrink_part(depth, shape),
         "COLS": shape.cols,
-        "A_PIECES": shrink_pieces(shape, part, depth, factors, pdl),
     }
 
 
@@ -272,11 +250,10 @@ def dense_linear(
         0 if lora is None else lora.h.shape[2],
         HAS_BIAS=bias is not None, HAS_LORA=lora is not None and lora.adds,
         IDENTITY=lora is not None and lora.order.is_identity, ONE_TILE=rows <= tile.block_m,
-        SIZES=sizes, COLUMNS=weight.shape[0], **options, **_shrink_options(lora, depth, pdl),
+        SIZES=sizes, COLUMNS=weight.shape[0], **options, **_shrink_options(lora, depth),
         COLUMN_ALIGNMENT=column_alignment(sizes, tile.block_n), EVEN=even,
         PRECISION=dot_precision(x.dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k, ROW_BYTES=depth * x.element_size(),
-        PIECES=_pieces(weight, tile) if pdl and ON["prefetch"] else 0, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **pdl_options(pdl),
+        BLOCK_K=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **pdl_options(pdl),
     )  # fmt: skip
     return y

@@ -1,8 +1,8 @@
 """The end of a dense layer's LoRA in the kernel that reads its output, one row a program.
 
   y[r] + sum over i of h[r, i] * B^T[slot of r, i]            rounded to y's dtype; base rows: y[r]
-B's first rows are loaded before the kernel in front of this one has ended. Arrays: `DenseDelta` of a
-layer with one site.
+B's first rows are loaded before the kernel in front of this one has ended. Arrays: `DenseDelta` of
+a layer with one site.
 """
 
 import torch

@@ -29,8 +29,6 @@ from vexpert.kernels.common import (
 )
 from vexpert.kernels.dense_factors import DenseFactors
 from vexpert.kernels.dense_order import RowOrder
-from vexpert.kernels.dense_tiles import prefetch_rows
-from vexpert.kernels.switches import ON
 
 
 @dataclass(frozen=True)
@@ -90,25 +88,13 @@ def shrink_rows(
     tl.store(target, sums, mask=own[:, None] & exists[None, :])
 
 
-@triton.jit
-def prefetch_a(
-    used, a_at, arena, left, PART: tl.constexpr, PIECES: tl.constexpr, COLS: tl.constexpr
-):
-    """Bring the program's part of A to the L2."""
-    piece = tl.arange(0, PIECES) % COLS
-    here = tl.gather(tl.where(used, a_at, -1), piece, 0)
-    bytes: tl.constexpr = PART * arena.dtype.element_ty.primitive_bitwidth // 8
-    at = arena + tl.maximum(here, 0) + left
-    prefetch_rows(at, tl.where(here >= 0, COLS, 0), bytes, COLS, PIECES)
-
-
 @triton.jit(do_not_specialize=["num_rows"])
 def _shrink_kernel(
     x, row_at, slot_at, run_start, run_end, arena, table, h, num_rows, num_slots, depth, stride_x,
     site_step,
     IDENTITY: tl.constexpr, RUNS: tl.constexpr, SITES: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, PART: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_K: tl.constexpr, PART: tl.constexpr, COLS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_release(PDL)
@@ -131,8 +117,6 @@ def _shrink_kernel(
         used, a_at = rows_of_a(
             slot, block, table, num_slots, depth, site_step, SITES, WIDTH, ALIGNMENT, COLS
         )
-        if PIECES > 0:
-            prefetch_a(used, a_at, arena, left, PART, PIECES, COLS)
         pdl_wait(PDL)
         if slot >= 0:
             shrink_rows(
@@ -158,15 +142,6 @@ def _shrink_kernel(
                     WIDTH, EVEN, ALIGNMENT, PRECISION, BLOCK_M, BLOCK_K, COLS,
                 )  # fmt: skip
             at = stop
-
-
-def shrink_pieces(shape: DenseShrink, part: int, depth: int, factors: DenseFactors, pdl: bool) -> int:
-    """Parts in which a program asks for its A beforehand; 0: it does not."""
-    pieces = 32 * shape.num_warps
-    size = part * factors.arena.element_size() * shape.cols
-    even = depth % part == 0 and size % (16 * pieces) == 0 and shape.cols <= pieces
-    aligned = factors.alignment_of(depth) * factors.arena.element_size() % 16 == 0
-    return pieces if pdl and ON["prefetch"] and shape.by_run and even and aligned else 0
 
 
 def shrink_part(depth: int, shape: DenseShrink) -> int:
@@ -207,7 +182,7 @@ def dense_shrink(
         IDENTITY=order.is_identity, RUNS=shape.by_run, SITES=sites, WIDTH=factors.width,
         EVEN=depth % shape.block_k == 0, ALIGNMENT=factors.alignment_of(depth),
         PRECISION=dot_precision(x.dtype), BLOCK_M=shape.block_m, BLOCK_K=shape.block_k,
-        PART=part, COLS=shape.cols, PIECES=shrink_pieces(shape, part, depth, factors, pdl),
+        PART=part, COLS=shape.cols,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
         **pdl_options(pdl),
     )  # fmt: skip

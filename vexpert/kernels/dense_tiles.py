@@ -137,27 +137,6 @@ def shrunk_rows(
 
 
 @triton.jit
-def prefetch_rows(at, count, BYTES: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr):
-    """Bring ROWS * BYTES bytes to the L2, `count` of the ROWS at most.
-
-    `at` [PIECES]: piece i is part i // ROWS of row i % ROWS. From compute capability 9.0 on.
-    """
-    piece = tl.arange(0, PIECES)
-    part: tl.constexpr = BYTES * ROWS // PIECES
-    address = at.to(tl.int64) + (piece // ROWS).to(tl.int64) * part
-    size = tl.where(piece % ROWS < count, part, 0)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; "
-        "mov.b32 $0, 0; }",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
-
-
-@triton.jit
 def block_diagonal(rows, row_run, run, GROUP: tl.constexpr, BLOCK_R: tl.constexpr):
     """Shrunk rows [M, BLOCK_R] in the columns of their own runs, [M, GROUP * BLOCK_R]."""
     M: tl.constexpr = rows.shape[0]

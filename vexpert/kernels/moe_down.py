@@ -19,7 +19,6 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.arrivals import arrive, await_arrivals
 from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
-from vexpert.kernels.moe_factors import touch_table
 from vexpert.kernels.moe_gate_up import (
     Expand,
     TileShape,
@@ -37,8 +36,6 @@ from vexpert.kernels.moe_tiles import (
     items_of,
     load_b,
     own_rows,
-    pair_a,
-    pair_b,
     read_tile,
     shrunk_of_items,
     shrunk_rows,
@@ -86,9 +83,6 @@ def _down_tile(
     HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     INNER: tl.constexpr,
-    INLINE: tl.constexpr,
-    A_R: tl.constexpr,
-    A_ALIGNMENT: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -125,7 +119,7 @@ def _down_tile(
         pair = tl.load(pair_at + position, mask=mine, other=0)
     if HAS_SCALE:
         scale = tl.load(scale_at + position, mask=mine, other=0.0).to(tl.float32)
-    if HAS_LORA and not INLINE:
+    if HAS_LORA:
         dtype: tl.constexpr = arena.dtype.element_ty
         plane = num_pairs * max_rank
         if BY_RUN:
@@ -146,17 +140,6 @@ def _down_tile(
             )  # fmt: skip
             if not BY_RUN:
                 b_tile0 = load_b(arena, b_at0, used0, r0, n, inside, size, ALIGNMENT)
-    if INLINE:
-        kind: tl.constexpr = arena.dtype.element_ty
-        a_used, a_at = pair_a(
-            address, rank, start, expert, num_slots, depth, TOP_K, A_R, A_ALIGNMENT
-        )
-        a_line = arena + a_at[None, :] + k[:, None]
-        shrunk = tl.zeros((BLOCK_M, A_R), dtype=tl.float32)
-        b_all = pair_b(
-            address, rank, arena, start, expert, num_slots, n, inside, size, 0, 1, TOP_K, A_R,
-            ALIGNMENT,
-        )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = inter_rows.load([start, first])
@@ -169,20 +152,11 @@ def _down_tile(
             x_tile = tl.load(x_at, mask=mine[:, None] & within[None, :], other=0.0)
             w_tile = tl.load(w_at, mask=inside[None, :] & within[:, None], other=0.0)
         total = tl.dot(x_tile, w_tile, total, input_precision=PRECISION)
-        if INLINE:
-            if EVEN:
-                a_tile = tl.load(a_line, mask=a_used[None, :], other=0.0)
-            else:
-                a_tile = tl.load(a_line, mask=a_used[None, :] & within[:, None], other=0.0)
-            shrunk = tl.dot(x_tile, a_tile, shrunk, input_precision=PRECISION)
-            a_line += BLOCK_K
         x_at += BLOCK_K
         w_at += BLOCK_K * stride_wk
     if HAS_BIAS:
         total += tl.load(bias + expert * size + n, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if INLINE:
-        total = tl.dot(shrunk.to(kind), b_all, total, input_precision=PRECISION)
-    if HAS_LORA and not INLINE:
+    if HAS_LORA:
         if INNER:
             await_arrivals(arrivals, shrinks, consumers, tl.program_id(0) - shrinks)
         elif not EARLY:
@@ -276,7 +250,6 @@ def _down_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     INNER: tl.constexpr,
-    INLINE: tl.constexpr,
     A_M: tl.constexpr,
     A_K: tl.constexpr,
     A_R: tl.constexpr,
@@ -311,28 +284,23 @@ def _down_kernel(
     block = program % blocks
     if INNER:
         if program < 0:
-            A_ROW: tl.constexpr = 0 if IDENTITY else 1
             shrink_position(
                 tl.program_id(0) // PLANES, tl.program_id(0) % PLANES, inter, topk_ids, pair_at,
-                run_start, run_end, arena, address + A_ROW * num_pairs, rank + A_ROW * num_pairs, h,
+                run_start, run_end, arena, address + num_pairs, rank + num_pairs, h,
                 num_pairs, num_experts, num_slots, depth, shrink_part, max_rank, depth, TOP_K,
-                True, False, IDENTITY, A_EVEN, A_ALIGNMENT, PRECISION, A_M, A_K, A_R, False, PDL,
+                True, False, False, A_EVEN, A_ALIGNMENT, PRECISION, A_M, A_K, A_R, False, PDL,
             )  # fmt: skip
             arrive(arrivals)
             return
-    if INNER or INLINE:
-        if IDENTITY and PDL:
-            slot = tl.load(address + tile // TOP_K + tl.zeros((1,), tl.int32))
-            touch_table(rank, slot, num_slots, 1)
         pdl_wait(PDL)
     expert, start, end = read_tile(
         tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY
     )
-    consumers = tl.num_programs(0) - shrinks
-    if INNER and not IDENTITY:
+    consumers = 1  # even without a tile somebody resets the count
+    if INNER:
         consumers = tl.maximum(tl.load(num_tiles) * blocks, 1)
     if end < 0:
-        if INNER and (IDENTITY or program == 0):
+        if INNER and program == 0:
             await_arrivals(arrivals, shrinks, consumers, program)
         return
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
@@ -341,7 +309,7 @@ def _down_kernel(
             scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
             rank, arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, depth, size,
             stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
-            HAS_LORA, INNER, INLINE, A_R, A_ALIGNMENT, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
+            HAS_LORA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
             RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
             EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
@@ -351,7 +319,7 @@ def _down_kernel(
             scale_at, out, pair_at, run_first, run_stop, num_runs, h, arena, address,
             rank, arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, depth, size,
             stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
-            HAS_LORA, INNER, INLINE, A_R, A_ALIGNMENT, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
+            HAS_LORA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
             RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
             EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip

@@ -23,7 +23,7 @@ import torch
 import triton
 import triton.language as tl
 
-from vexpert.kernels.common import power_of_two, touch
+from vexpert.kernels.common import power_of_two
 
 
 @dataclass(frozen=True)
@@ -92,15 +92,6 @@ class PairFactors:
 
 
 @triton.jit
-def touch_table(table, slot, num_slots, SLICES: tl.constexpr):
-    """Bring the cells of slots [P] in a packed site table to the L1."""
-    row = tl.arange(0, 16)
-    row = tl.minimum(row, 2 + 4 * SLICES)
-    at = table + row[:, None] * num_slots + tl.maximum(slot, 0)[None, :]
-    touch(at)
-
-
-@triton.jit
 def store_site(
     position,
     slot,
@@ -142,31 +133,6 @@ def store_site(
         else:
             b_rank = tl.zeros_like(position)
         tl.store(rank_at + row, b_rank, mask=inside)
-
-
-@triton.jit
-def store_sites(
-    position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots, up_table,
-    down_table, GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
-):  # fmt: skip
-    """All rows of `address` and `rank` at positions, in three loads and two stores."""
-    i = tl.arange(0, 8)[:, None]
-    is_down = (i == 1) | (i == 4) | (i == 7)
-    second = ((i == 3) | (i == 6)).to(tl.int32)  # of gate and up
-    exists = (is_down & HAS_DOWN) | ((is_down == 0) & HAS_UP & (second < GATE_SLICES))
-    read = exists & active[None, :]
-    cell = tl.where(is_down, down_table, up_table) + slot[None, :]
-    slices = tl.where(is_down, 1, GATE_SLICES)
-    row = tl.where(i < 2, 0, tl.where(i < 5, 3, 3 + slices) + second)
-    rank = tl.load(cell + row * num_slots, mask=read, other=0)
-    here = position[None, :] + i * num_pairs
-    tl.store(rank_at + here, rank.to(tl.int32), mask=inside[None, :])
-    factor = read & (i < 5)
-    start = tl.where(i < 2, 1, 3 + 2 * slices + second)
-    at = tl.load(cell + start * num_slots, mask=factor, other=0)
-    step = tl.where(i < 2, 2, 3 + 3 * slices + second)
-    at += expert.to(tl.int64)[None, :] * tl.load(cell + step * num_slots, mask=factor, other=0)
-    tl.store(address + here, at, mask=inside[None, :] & (i < 5))
 
 
 def factor_arguments(factors: PairFactors | None, none: torch.Tensor) -> tuple[torch.Tensor, ...]:

@@ -30,7 +30,7 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
-from vexpert.kernels.moe_factors import SiteFactors, touch_table
+from vexpert.kernels.moe_factors import SiteFactors
 from vexpert.kernels.moe_order import PairOrder, present
 from vexpert.kernels.moe_runs import TileRuns
 from vexpert.kernels.moe_shrink import ShrinkShape, shrink_parts, shrink_position
@@ -39,8 +39,6 @@ from vexpert.kernels.moe_tiles import (
     items_of,
     load_b,
     own_rows,
-    pair_a,
-    pair_b,
     read_tile,
     shrunk_of_items,
     shrunk_rows,
@@ -60,7 +58,6 @@ class Expand:
     # The first group's B, or of runs where it is, before the base product; ranks of one step only.
     prefetch: bool = False
     early: bool = False  # shrunk rows too: the product then waits for the shrink; runs only
-    inline: bool = False  # each program shrinks for itself, beside its product; lone pairs only
     shrink: ShrinkShape | None = None  # of the launch's first programs; None: h is complete
 
 
@@ -116,14 +113,13 @@ def _group(lora: Expand) -> int:
 def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
     """The constants of LoRA that the kernels share."""
     if lora is None:
-        off = dict.fromkeys(("HAS_LORA", "INLINE", "BY_RUN", "PREFETCH", "EARLY"), False)
+        off = dict.fromkeys(("HAS_LORA", "BY_RUN", "PREFETCH", "EARLY"), False)
         ones = dict.fromkeys(("PLANES", "GROUP", "ITEM_STAGES", "RANK_STEPS", "ALIGNMENT"), 1)
         return {**off, **ones, "BLOCK_R": 16, "SLICE_WIDTH": 16}
     factors, block_r = lora.factors, lora.factors.block_r
     one_step = factors.slice_max_rank <= block_r
     return {
         "HAS_LORA": True,
-        "INLINE": lora.inline,
         "PLANES": lora.h.shape[0],
         "BY_RUN": lora.runs is not None,
         "GROUP": _group(lora),
@@ -141,7 +137,7 @@ def inner_shrinks(
     lora: Expand | None, order: PairOrder, none: torch.Tensor, depth: int
 ) -> tuple[int, tuple[torch.Tensor | int, ...]]:
     """Programs of a launch that shrink, and what they need: arrivals, runs, their number, part."""
-    if lora is None or lora.shrink is None or lora.inline:
+    if lora is None or lora.shrink is None:
         return 0, (none, none, none, 0, 0)
     assert lora.factors.arrivals is not None, lora
     start, end = present([order.run_start, order.run_end])
@@ -152,14 +148,10 @@ def inner_shrinks(
 
 def inner_options(lora: Expand | None, depth: int) -> dict[str, int | bool]:
     """Their constants."""
-    ones = dict.fromkeys(("A_M", "A_K", "A_R", "A_ALIGNMENT"), 1)
     if lora is None or lora.shrink is None:
+        ones = dict.fromkeys(("A_M", "A_K", "A_R", "A_ALIGNMENT"), 1)
         return {"INNER": False, "A_EVEN": False, **ones}
     shape, factors = lora.shrink, lora.factors
-    if lora.inline:
-        rows = power_of_two(factors.max_rank, 16, 1024)
-        kept = {"A_R": rows, "A_ALIGNMENT": factors.alignment_of(depth)}
-        return {"INNER": False, "A_EVEN": False, **ones, **kept}
     return {
         "INNER": True,
         "A_M": shape.block_m,
@@ -212,9 +204,6 @@ def _gate_up_tile(
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     INNER: tl.constexpr,
-    INLINE: tl.constexpr,
-    A_R: tl.constexpr,
-    A_ALIGNMENT: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -255,7 +244,7 @@ def _gate_up_tile(
     line = (expert * (size * (2 if GATED else 1)) + block * BLOCK_N).to(tl.int32)
     gate = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, BLOCK_N), dtype=tl.float32)
-    if HAS_LORA and not INLINE:
+    if HAS_LORA:
         dtype: tl.constexpr = arena.dtype.element_ty
         GATE_SLICES: tl.constexpr = 2 if GATED else 1
         plane = num_pairs * max_rank
@@ -288,23 +277,6 @@ def _gate_up_tile(
                 )  # fmt: skip
                 if not BY_RUN:
                     b_up0 = load_b(arena, b_at_up0, up_used0, r0, n, inside, size, ALIGNMENT)
-    if INLINE:
-        kind: tl.constexpr = arena.dtype.element_ty
-        SLICES: tl.constexpr = 2 if GATED else 1
-        a_used, a_at = pair_a(
-            address, rank, start, expert, num_slots, depth, TOP_K, A_R, A_ALIGNMENT
-        )
-        a_line = arena + a_at[None, :] + k[:, None]
-        shrunk = tl.zeros((BLOCK_M, A_R), dtype=tl.float32)
-        b_gate_all = pair_b(
-            address, rank, arena, start, expert, num_slots, n, inside, size, 0, SLICES, TOP_K, A_R,
-            ALIGNMENT,
-        )  # fmt: skip
-        if GATED:
-            b_up_all = pair_b(
-                address, rank, arena, start, expert, num_slots, n, inside, size, 1, SLICES, TOP_K,
-                A_R, ALIGNMENT,
-            )  # fmt: skip
     for first in range(0, depth, BLOCK_K):
         if TMA:
             x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
@@ -326,13 +298,6 @@ def _gate_up_tile(
             else:
                 up_tile = tl.load(up_at, mask=keep, other=0.0)
             up = tl.dot(x_tile, up_tile, up, input_precision=PRECISION)
-        if INLINE:
-            if EVEN:
-                a_tile = tl.load(a_line, mask=a_used[None, :], other=0.0)
-            else:
-                a_tile = tl.load(a_line, mask=a_used[None, :] & within[:, None], other=0.0)
-            shrunk = tl.dot(x_tile, a_tile, shrunk, input_precision=PRECISION)
-            a_line += BLOCK_K
         x_at += BLOCK_K
         gate_at += BLOCK_K * stride_wk
         up_at += BLOCK_K * stride_wk
@@ -341,11 +306,7 @@ def _gate_up_tile(
         gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)[None, :]
         if GATED:
             up += tl.load(bias_at + up_start, mask=inside, other=0.0).to(tl.float32)[None, :]
-    if INLINE:
-        gate = tl.dot(shrunk.to(kind), b_gate_all, gate, input_precision=PRECISION)
-        if GATED:
-            up = tl.dot(shrunk.to(kind), b_up_all, up, input_precision=PRECISION)
-    if HAS_LORA and not INLINE:
+    if HAS_LORA:
         if INNER:
             await_arrivals(arrivals, shrinks, consumers, tl.program_id(0) - shrinks)
         elif not EARLY:
@@ -479,7 +440,6 @@ def _gate_up_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     INNER: tl.constexpr,
-    INLINE: tl.constexpr,
     A_M: tl.constexpr,
     A_K: tl.constexpr,
     A_R: tl.constexpr,
@@ -517,47 +477,42 @@ def _gate_up_kernel(
     block = program % blocks
     if INNER:
         if program < 0:
-            A_ROW: tl.constexpr = 0 if IDENTITY else 0
             shrink_position(
                 tl.program_id(0) // PLANES, tl.program_id(0) % PLANES, hidden, topk_ids, pair_at,
-                run_start, run_end, arena, address + A_ROW * num_pairs, rank + A_ROW * num_pairs, h,
+                run_start, run_end, arena, address, rank, h,
                 num_pairs, num_experts, num_slots, depth, shrink_part, max_rank, stride_x, TOP_K,
-                False, SCALED, IDENTITY, A_EVEN, A_ALIGNMENT, PRECISION, A_M, A_K, A_R, False, PDL,
+                False, SCALED, False, A_EVEN, A_ALIGNMENT, PRECISION, A_M, A_K, A_R, False, PDL,
             )  # fmt: skip
             arrive(arrivals)
             return
-    if INNER or INLINE:
-        if IDENTITY and PDL:
-            slot = tl.load(address + tile // TOP_K + tl.zeros((1,), tl.int32))
-            touch_table(rank, slot, num_slots, 2 if GATED else 1)
         pdl_wait(PDL)
     expert, start, end = read_tile(
         tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY
     )
-    consumers = tl.num_programs(0) - shrinks
-    if INNER and not IDENTITY:
+    consumers = 1  # even without a tile somebody resets the count
+    if INNER:
         consumers = tl.maximum(tl.load(num_tiles) * blocks, 1)
     if end < 0:
-        if INNER and (IDENTITY or program == 0):
+        if INNER and program == 0:
             await_arrivals(arrivals, shrinks, consumers, program)
         return
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_first, run_stop, num_runs, h, arena, address, rank, arrivals, shrinks, consumers, num_pairs, factor_stride,
-            num_slots, depth, size,
+            run_first, run_stop, num_runs, h, arena, address, rank, arrivals, shrinks, consumers,
+            num_pairs, factor_stride, num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
-            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, INNER, INLINE, A_R, A_ALIGNMENT, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES,
             PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
             ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_first, run_stop, num_runs, h, arena, address, rank, arrivals, shrinks, consumers, num_pairs, factor_stride,
-            num_slots, depth, size,
+            run_first, run_stop, num_runs, h, arena, address, rank, arrivals, shrinks, consumers,
+            num_pairs, factor_stride, num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
-            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, INNER, INLINE, A_R, A_ALIGNMENT, PLANES, BY_RUN, GROUP, ITEM_STAGES,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES,
             PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
             ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip

@@ -30,10 +30,7 @@ from vexpert.kernels.moe_factors import (
     factor_arguments,
     factor_options,
     store_site,
-    store_sites,
-    touch_table,
 )
-from vexpert.kernels.switches import ON
 
 
 @dataclass(frozen=True)
@@ -112,8 +109,6 @@ def _order_kernel(
     HAS_SLOTS: tl.constexpr,
     HAS_WEIGHTS: tl.constexpr,
     LOOK_UP: tl.constexpr,
-    TOUCH: tl.constexpr,
-    SITES: tl.constexpr,
     GATE_SLICES: tl.constexpr,
     HAS_UP: tl.constexpr,
     HAS_DOWN: tl.constexpr,
@@ -124,17 +119,10 @@ def _order_kernel(
     BINS: tl.constexpr,
     PDL: tl.constexpr,
 ):
-    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
-    inside = mine < num_pairs
-    if TOUCH:
-        # Nothing that runs beside this kernel writes slots and tables.
-        early_slot = tl.load(slots + mine // TOP_K, mask=inside, other=-1)
-        if HAS_UP:
-            touch_table(up_table, early_slot, num_slots, GATE_SLICES)
-        if HAS_DOWN:
-            touch_table(down_table, early_slot, num_slots, 1)
     pdl_wait(PDL)
     pdl_release(PDL)
+    mine = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
+    inside = mine < num_pairs
     expert, slot = keys_of(topk_ids, slots, mine, inside, num_experts, TOP_K, HAS_SLOTS)
     key = expert * (num_slots + 1) + slot + 1
     before = tl.zeros((ROWS,), dtype=tl.int32)
@@ -176,20 +164,14 @@ def _order_kernel(
     tl.store(run_end + position, up_to, mask=inside)
     if LOOK_UP:
         active = inside & (slot >= 0) & (expert < num_experts)
-        if SITES:
-            store_sites(
-                position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-                up_table, down_table, GATE_SLICES, HAS_UP, HAS_DOWN,
-            )  # fmt: skip
-        else:
-            store_site(
-                position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-                up_table, 0, 2, GATE_SLICES, HAS_UP,
-            )  # fmt: skip
-            store_site(
-                position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-                down_table, 1, 4, 1, HAS_DOWN,
-            )  # fmt: skip
+        store_site(
+            position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+            up_table, 0, 2, GATE_SLICES, HAS_UP,
+        )  # fmt: skip
+        store_site(
+            position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+            down_table, 1, 4, 1, HAS_DOWN,
+        )  # fmt: skip
     within = position - expert_start
     opens = inside & (expert < num_experts) & (within % BLOCK_M == 0)
     tile = first_tile + within // BLOCK_M
@@ -305,8 +287,6 @@ def order_pairs(
         HAS_SLOTS=factors is not None,
         HAS_WEIGHTS=scale is not None,
         LOOK_UP=factors is not None and look_up,
-        SITES=bool(ON["sites"]),
-        TOUCH=factors is not None and look_up and pdl and bool(ON["touch_order"]),
         **factor_options(factors),
         BLOCK_M=block_m,
         ROWS=rows,

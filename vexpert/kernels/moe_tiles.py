@@ -124,43 +124,6 @@ def find_b(
 
 
 @triton.jit
-def pair_a(
-    slots, table, pair, expert, num_slots, depth,
-    TOP_K: tl.constexpr, BLOCK_R: tl.constexpr, ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """Of one pair, all rows of its factor A: which exist, and where they begin, [BLOCK_R]."""
-    slot = tl.load(slots + pair // TOP_K)
-    active = slot >= 0
-    rank = tl.load(table + slot, mask=active, other=0)
-    a_at = tl.load(table + num_slots + slot, mask=active, other=0)
-    a_at += expert * tl.load(table + 2 * num_slots + slot, mask=active, other=0)
-    r = tl.arange(0, BLOCK_R)
-    return r < rank, tl.multiple_of(a_at + r * depth, [ALIGNMENT])
-
-
-@triton.jit
-def pair_b(
-    slots, table, arena, pair, expert, num_slots, n, inside, size,
-    SLICE: tl.constexpr, SLICES: tl.constexpr, TOP_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    ALIGNMENT: tl.constexpr,
-):  # fmt: skip
-    """A slice's B^T of one pair by shrunk column, [BLOCK_R, N]: zero where it has none."""
-    slot = tl.load(slots + pair // TOP_K)
-    active = slot >= 0
-    at = table + (3 + SLICE) * num_slots + slot
-    step = SLICES * num_slots
-    rank = tl.load(at, mask=active, other=0)
-    r = tl.arange(0, BLOCK_R) - tl.load(at + step, mask=active, other=0)
-    b_at = tl.load(at + 2 * step, mask=active, other=0)
-    b_at += expert * tl.load(at + 3 * step, mask=active, other=0)
-    used = (r >= 0) & (r < rank)
-    line = tl.multiple_of(b_at + r * size, [ALIGNMENT])
-    return tl.load(
-        arena + line[:, None] + n[None, :], mask=used[:, None] & inside[None, :], other=0.0
-    )
-
-
-@triton.jit
 def load_b(arena, b_at, used, r, n, inside, size, ALIGNMENT: tl.constexpr):
     """B^T [GROUP * BLOCK_R, N]."""
     # Of what is computed here: the compiler forgets it of a function's argument.

@@ -112,7 +112,6 @@ def _norm_router_kernel(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    RANKED: tl.constexpr,
     LORA: tl.constexpr,
     BLOCK_RANK: tl.constexpr,
     RANK_STEPS: tl.constexpr,
@@ -172,7 +171,7 @@ def _norm_router_kernel(
         choose_experts(
             every, choice_bias, ids + token * TOP_K, weights + token * TOP_K, scale, sum_add,
             sum_min, NUM_EXPERTS, BLOCK_E, SCORE, HAS_BIAS, TOP_K, BLOCK_K, RENORMALISE, GROUPS,
-            TOP_GROUPS, TWO, BLOCK_G, RANKED,
+            TOP_GROUPS, TWO, BLOCK_G,
         )  # fmt: skip
 
 
@@ -188,7 +187,8 @@ def norm_router(
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(total, normed [T, H], ids [T, K] int64, weights [T, K]) of x and residual [T, H].
 
-    `rest`: what is still to add to x. At most MOST_TOKENS tokens. The scratch may be another launch's once this one has ended.
+    `rest`: what is still to add to x. At most MOST_TOKENS tokens. The scratch may be another
+    launch's once this one has ended.
     """
     check_matrix("x", x)
     check_matrix("residual", residual)

@@ -44,7 +44,6 @@ from vexpert.kernels.paged_tiles import (
     load_rows,
 )
 from vexpert.kernels.paged_types import AttentionBatch, PagedShape, Scores
-from vexpert.kernels.switches import ON
 
 
 @dataclass(frozen=True)
@@ -60,6 +59,7 @@ class DecodeShape:
 
 
 MOST_SPLITS = 64
+EARLY_ROWS = 2  # the product that follows so few rows loads its weights meanwhile: it may start
 
 
 def count_splits(shape: DecodeShape, programs: int, most_keys: int) -> int:
@@ -266,7 +266,7 @@ def paged_decode(
         # [GROUP, ROWS, BLOCK_DV] float32 lie in registers
         GROUP=max(1, min(8, 64 * 32 * shape.num_warps // (rows * block_dv))),
         PRECISION=dot_precision(query.dtype),
-        RELEASE=bool(ON["early_decode"]),
+        RELEASE=out.shape[0] <= EARLY_ROWS,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **pdl_options(shape.pdl),

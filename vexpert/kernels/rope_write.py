@@ -70,7 +70,7 @@ def _load(
     """Elements [heads, n] in float32, with what the token's adapter adds."""
     dtype: tl.constexpr = source.dtype.element_ty
     x = tl.load(source + column, mask=mask, other=0.0).to(tl.float32)
-    if LORA:
+    if LORA:  # noqa: SIM102 - what Triton decides when it compiles, and what it does not
         if rank > 0:
             for step in tl.static_range(STEPS):
                 r = step * BLOCK_R + tl.arange(0, BLOCK_R)
@@ -290,8 +290,8 @@ def _rope_write_kernel(
     if part < Q_PROGRAMS:
         _rotate_heads(
             q + token * stride_q, q_out + token * NUM_Q * D, q_weight, cos, sin, q_eps,
-            part * Q_BLOCK, token, h, arena, rank, b_at, plane, NUM_Q, Q_BLOCK, D, ROTARY, BLOCK_R, BLOCK_P,
-            INTERLEAVED, STEP, NORM, Q_FORM, False, LORA, BLOCK_RANK, RANK_STEPS, PLANES,
+            part * Q_BLOCK, token, h, arena, rank, b_at, plane, NUM_Q, Q_BLOCK, D, ROTARY, BLOCK_R,
+            BLOCK_P, INTERLEAVED, STEP, NORM, Q_FORM, False, LORA, BLOCK_RANK, RANK_STEPS, PLANES,
             ALIGNMENT,
         )  # fmt: skip
     else:
@@ -299,14 +299,16 @@ def _rope_write_kernel(
         if part < Q_PROGRAMS + KV_PROGRAMS:
             _rotate_heads(
                 k + token * stride_k, keys + row * NUM_KV * D, k_weight, cos, sin, k_eps,
-                (part - Q_PROGRAMS) * KV_BLOCK, row, h, arena, rank, b_at, plane, NUM_KV, KV_BLOCK, D, ROTARY,
-                BLOCK_R, BLOCK_P, INTERLEAVED, STEP, NORM, K_FORM, True, LORA, BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
+                (part - Q_PROGRAMS) * KV_BLOCK, row, h, arena, rank, b_at, plane, NUM_KV, KV_BLOCK,
+                D, ROTARY, BLOCK_R, BLOCK_P, INTERLEAVED, STEP, NORM, K_FORM, True, LORA,
+                BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
             )  # fmt: skip
         else:
             _rotate_heads(
                 v + token * stride_v, values + row * NUM_KV * D, k_weight, cos, sin, k_eps,
-                (part - Q_PROGRAMS - KV_PROGRAMS) * KV_BLOCK, row, h, arena, rank, b_at, plane, NUM_KV, KV_BLOCK, D,
-                0, BLOCK_R, BLOCK_D, INTERLEAVED, STEP, "none", K_FORM, True, LORA, BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
+                (part - Q_PROGRAMS - KV_PROGRAMS) * KV_BLOCK, row, h, arena, rank, b_at, plane,
+                NUM_KV, KV_BLOCK, D, 0, BLOCK_R, BLOCK_D, INTERLEAVED, STEP, "none", K_FORM, True,
+                LORA, BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
             )  # fmt: skip
 
 

@@ -24,11 +24,9 @@ import triton
 import triton.language as tl
 
 from vexpert.kernels.common import check_matrix, pdl_options, pdl_release, pdl_wait, power_of_two
-from vexpert.kernels.switches import ON
 
 SCORES = ("softmax", "sigmoid", "chosen")
 MAX_EXPERTS = 4096
-MOST_RANKED = tl.constexpr(256)  # experts of which each is compared with each
 LOWEST = tl.constexpr(-1.0e38)  # of a NaN; what is taken already, or does not exist, has -inf
 
 
@@ -102,7 +100,6 @@ def choose_experts(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    RANKED: tl.constexpr,
 ):
     """One token: logits [BLOCK_E] float32 -> the K places that ids and weights point at."""
     expert = tl.arange(0, BLOCK_E)
@@ -124,25 +121,18 @@ def choose_experts(
     if TOP_GROUPS < GROUPS:
         choice = _keep_groups(choice, expert, NUM_EXPERTS, GROUPS, TOP_GROUPS, TWO, BLOCK_G)
         choice = tl.where(exists, choice, float("-inf"))
-    if BLOCK_E <= MOST_RANKED and RANKED:
-        # All ranks at once: a maximum after another would wait for the other warps twice each.
-        above = choice[None, :] > choice[:, None]
-        tied = (choice[None, :] == choice[:, None]) & (expert[None, :] < expert[:, None])
-        place = tl.sum((above | tied).to(tl.int32), 1)
-        chosen, w = expert, score
-    else:
-        place = tl.arange(0, BLOCK_K)
-        chosen = tl.zeros((BLOCK_K,), dtype=tl.int32)
-        w = tl.full((BLOCK_K,), float("-inf"), tl.float32)
-        for k in range(TOP_K):
-            _, best = _best(choice, expert)
-            own = tl.sum(tl.where(expert == best, score, 0.0), 0)
-            chosen = tl.where(place == k, best, chosen)
-            w = tl.where(place == k, own, w)
-            choice = tl.where(expert == best, float("-inf"), choice)
+    place = tl.arange(0, BLOCK_K)
+    chosen = tl.zeros((BLOCK_K,), dtype=tl.int32)
+    w = tl.full((BLOCK_K,), float("-inf"), tl.float32)
+    for k in range(TOP_K):
+        _, best = _best(choice, expert)
+        own = tl.sum(tl.where(expert == best, score, 0.0), 0)
+        chosen = tl.where(place == k, best, chosen)
+        w = tl.where(place == k, own, w)
+        choice = tl.where(expert == best, float("-inf"), choice)
     taken = place < TOP_K
     if SCORE == "chosen":
-        w = tl.exp(w - tl.max(tl.where(taken, w, float("-inf")), 0))
+        w = tl.exp(w - tl.max(w, 0))
         w /= tl.sum(tl.where(taken, w, 0.0), 0)
     if RENORMALISE:
         total = tl.sum(tl.where(taken, w, 0.0), 0)
@@ -172,7 +162,6 @@ def _router_topk_kernel(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
     BLOCK_G: tl.constexpr,
-    RANKED: tl.constexpr,
     PDL: tl.constexpr,
 ):
     pdl_release(PDL)
@@ -184,7 +173,7 @@ def _router_topk_kernel(
     choose_experts(
         own, bias, ids + token * TOP_K, weights + token * TOP_K, scale, sum_add, sum_min,
         NUM_EXPERTS, BLOCK_E, SCORE, HAS_BIAS, TOP_K, BLOCK_K, RENORMALISE, GROUPS, TOP_GROUPS,
-        TWO, BLOCK_G, RANKED,
+        TWO, BLOCK_G,
     )  # fmt: skip
 
 
@@ -205,7 +194,6 @@ def choice_options(choice: Choice, num_experts: int, has_bias: bool) -> dict[str
         "TOP_GROUPS": choice.top_groups,
         "TWO": choice.group_two,
         "BLOCK_G": power_of_two(choice.groups, 1, 512),
-        "RANKED": bool(ON["ranked"]),
     }
 
 

@@ -60,13 +60,18 @@ class Fusions:
                 module.forward = forward
 
     def pack(self, backend: LoraBackend) -> None:
-        """Make q, k and v one product each; after LoRA-aware modules took their places."""
+        """Make q, k and v one product each, and o the backend's.
+
+        Comes after LoRA-aware modules took their places.
+        """
         for module, fused in self.attentions.items():
             linears = [getattr(module, name) for name in PROJECTIONS]
             try:
                 fused.project = LoraPackedLinear(linears, backend).deferred_parts
             except UnsupportedError as error:
                 self.keep(module, f"q, k and v are three products, {error}")
+            if type(module.o_proj) is nn.Linear:  # with LoRA it asks the backend itself
+                fused.output = LoraPackedLinear([module.o_proj], backend)
 
     def report(self) -> None:
         """Log what was fused, and once for each class what was not and why."""

@@ -30,6 +30,7 @@ class FusedAttention:
         self.softmax = softmax
         self.pdl = pdl
         self.project: Project = self._each
+        self.output: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: o_proj itself
 
     def _each(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
         module = self.module
@@ -39,14 +40,17 @@ class FusedAttention:
         self, hidden_states: torch.Tensor, position_embeddings: Angles | None = None, **_: object
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [1, T, H], (cos, sin) [1, T, R] each -> [1, T, H]."""
-        return self.module.o_proj(self._attend(hidden_states, position_embeddings)), None
+        output = self.output or self.module.o_proj
+        return output(self._attend(hidden_states, position_embeddings)), None
 
     def deferred(
         self, hidden_states: torch.Tensor, position_embeddings: Angles | None = None, **_: object
     ) -> tuple[torch.Tensor, DenseDelta | None]:
         """The same, and what its reader has still to add to it; None: nothing."""
         done, o_proj = self._attend(hidden_states, position_embeddings), self.module.o_proj
-        return o_proj.deferred(done) if isinstance(o_proj, LoraLinear) else (o_proj(done), None)
+        if isinstance(o_proj, LoraLinear):
+            return o_proj.deferred(done)
+        return (self.output or o_proj)(done), None
 
     def _attend(self, hidden: torch.Tensor, angles: Angles | None) -> torch.Tensor:
         """What o_proj reads, [1, T, Hq * d]."""

@@ -14,13 +14,14 @@ from torch import nn
 from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norm_router import MOST_TOKENS, Scratch, norm_router
 from vexpert.kernels.rms_norm import add_rms_norm
-from vexpert.kernels.switches import ON
 from vexpert.models.experts import ExpertsLayer
 from vexpert.models.fused_attention import FusedAttention
 from vexpert.models.fused_norm import FusedNorm
 from vexpert.models.fused_record import Call, Records
 from vexpert.models.fused_router import FusedRouter
 from vexpert.ops.types import Finish
+
+MOST_ENDED = 8  # tokens; each program of `norm_router` reads its token's factors anew
 
 
 @dataclass
@@ -61,7 +62,7 @@ class FusedLayer:
     def _defers(self, hidden: torch.Tensor) -> bool:
         """Whether the norm of so many rows had better end what o_proj's adapters add."""
         tokens = hidden.numel() // hidden.shape[-1]
-        return tokens <= ON["o_few"] or (tokens > MOST_TOKENS and bool(ON["o_many"]))
+        return tokens <= MOST_ENDED or tokens > MOST_TOKENS
 
     def _second(
         self, branch: torch.Tensor, residual: torch.Tensor, rest: DenseDelta | None

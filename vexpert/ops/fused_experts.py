@@ -16,7 +16,6 @@ from vexpert.kernels.moe_shrink import moe_shrink, room_for_h
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
 from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
-MOST_INLINE = 64  # shrunk columns
 MAX_EXPERTS = 4094  # bins of the order's histogram, less two
 
 
@@ -116,9 +115,7 @@ def fused_experts(
             return None
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
-        if how.inline and base.is_identity and site.max_rank <= MOST_INLINE:
-            return Expand(source[None], site, None, 1, shrink=shape, inline=True)
-        if how.inner and runs is None:
+        if how.inner and runs is None and not base.is_identity:
             h = room_for_h(order, shape, is_down, source.shape[1])
             stacked = (how.group, how.item_stages, how.prefetch)
             return Expand(h, site, None, *stacked, shrink=shape)

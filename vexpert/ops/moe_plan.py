@@ -40,8 +40,7 @@ class LoraPlan:
     item_stages: int = 1  # of the loop over groups
     prefetch: bool = False  # the first group's factors before the base product; of runs, where
     early: bool = False  # shrunk rows before it too; runs only
-    inline: bool = False  # each program of a product shrinks for itself; lone pairs only
-    inner: bool = False  # shrinks in the launches of the products; rows only
+    inner: bool = False  # shrinks in the launches of the products; rows that are ordered only
 
 
 @dataclass(frozen=True)
@@ -131,7 +130,7 @@ def _lora(shape: MoeShape, adapters: int) -> LoraPlan:
         rows_per_expert=shape.pairs / shape.num_experts,
         rows_per_run=shape.pairs / max(1, runs),
     )
-    keys = ("by_run", "group", "item_stages", "prefetch", "early", "inner", "inline")
+    keys = ("by_run", "group", "item_stages", "prefetch", "early", "inner")
     rest = {key: row[key] for key in keys if key in row}
     plan = LoraPlan(ShrinkShape(**row["shrink"]), ShrinkShape(**row["down_shrink"]), **rest)
     return replace(plan, by_run=plan.by_run or order_chunk(shape.pairs) > 0)
