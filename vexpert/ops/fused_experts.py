@@ -16,6 +16,7 @@ from vexpert.kernels.moe_shrink import moe_shrink, room_for_h
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
 from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
+MOST_INNER = 64  # shrunk columns of a product whose launch shrinks too; more need registers
 MAX_EXPERTS = 4094  # bins of the order's histogram, less two
 
 
@@ -115,7 +116,7 @@ def fused_experts(
             return None
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
-        if how.inner and runs is None and not base.is_identity:
+        if how.inner and not base.is_identity and runs is None and site.max_rank <= MOST_INNER:
             h = room_for_h(order, shape, is_down, source.shape[1])
             stacked = (how.group, how.item_stages, how.prefetch)
             return Expand(h, site, None, *stacked, shrink=shape)
