@@ -43,6 +43,7 @@ def assert_layer(case: Packed, plan: DensePlan) -> None:
     assert relative_error(alone, case.reference(False)) < bound
     assert relative_error(out, case.reference(True)) < bound
     assert torch.equal(out[case.slots < 0], alone[case.slots < 0])
+    assert not any(int(table.arrivals) for table in case.tables)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -111,6 +111,18 @@ def test_plans(name: str, tokens: int, top_k: int, experts: int) -> None:
     assert torch.equal(out[idle], alone[idle])
 
 
+def test_counts_of_arrivals_end_at_zero() -> None:
+    """After a step without any tile too, or the next would not wait."""
+    flags, base, how = PLANS["rows-inner"]
+    layer = make_layer(5, 2, 4, 8, flags)
+    plan, lora = MoePlan(base, how), lora_of(layer)
+    nobody = replace(layer, topk_ids=torch.full_like(layer.topk_ids, -1))
+    for given in (layer, nobody, layer):
+        out = run(given, plan, lora)
+        assert not any(int(table.arrivals) for table in layer.tables)
+    assert relative_error(out, naive(layer, True)) < 1e-5
+
+
 @pytest.mark.parametrize("which", ["gate_up", "down"])
 def test_one_product_adapted(which: str) -> None:
     flags, base, how = PLANS["rows"]
