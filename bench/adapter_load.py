@@ -25,7 +25,6 @@ import itertools
 import json
 import platform
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterable, Iterator
@@ -33,9 +32,15 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import torch
-from safetensors.torch import save_file
-from transformers import Qwen3MoeConfig
 
+from vexpert.bench.engine.files import (
+    ModelShape,
+    find_model_shape,
+    link_adapter,
+    write_adapter,
+    write_model,
+)
+from vexpert.checkout import commit
 from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
 from vexpert.engine.sampling_params import SamplingParams
@@ -49,77 +54,9 @@ PROMPT = 32  # tokens
 Row = dict[str, float]
 
 
-def make_config(small: bool, layers: int) -> Qwen3MoeConfig:
-    sizes = (128, 96, 16, 2_000, 4, 2, 32, 4) if small else (2048, 768, 128, 32_000, 32, 4, 128, 8)
-    hidden, inner, experts, vocab, heads, kv_heads, head_dim, top_k = sizes
-    return Qwen3MoeConfig(
-        hidden_size=hidden,
-        moe_intermediate_size=inner,
-        num_experts=experts,
-        vocab_size=vocab,
-        num_attention_heads=heads,
-        num_key_value_heads=kv_heads,
-        head_dim=head_dim,
-        num_experts_per_tok=top_k,
-        intermediate_size=inner,
-        num_hidden_layers=layers,
-        max_position_embeddings=40_960,
-        tie_word_embeddings=False,
-        norm_topk_prob=True,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-        architectures=["Qwen3MoeForCausalLM"],
-    )
-
-
-def write_model(folder: Path, config: Qwen3MoeConfig) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    config.save_pretrained(folder)
-    words = {f"t{i}": i for i in range(config.vocab_size)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(
-        tokenizer_object=tokenizer, bos_token="t0", eos_token="t1"
-    ).save_pretrained(folder)
-
-
-def write_adapter(folder: Path, config: Qwen3MoeConfig, rank: int, seed: int) -> int:
-    """A per-expert adapter as PEFT on transformers 4 writes it; its bytes."""
-    generator = torch.Generator().manual_seed(seed)
-    hidden, inner = config.hidden_size, config.moe_intermediate_size
-    q = config.num_attention_heads * config.head_dim
-    kv = config.num_key_value_heads * config.head_dim
-    attention = {"q": (hidden, q), "k": (hidden, kv), "v": (hidden, kv), "o": (q, hidden)}
-    expert = {"gate": (hidden, inner), "up": (hidden, inner), "down": (inner, hidden)}
-    modules = {}
-    for layer in range(config.num_hidden_layers):
-        for name, sides in attention.items():
-            modules[f"model.layers.{layer}.self_attn.{name}_proj"] = sides
-        for index in range(config.num_experts):
-            for name, sides in expert.items():
-                modules[f"model.layers.{layer}.mlp.experts.{index}.{name}_proj"] = sides
-    tensors = {}
-    for name, (inputs, outputs) in modules.items():
-        for part, shape in (("A", (rank, inputs)), ("B", (outputs, rank))):
-            x = torch.randn(shape, generator=generator, dtype=torch.float32) * 0.02
-            tensors[f"base_model.model.{name}.lora_{part}.weight"] = x.to(torch.bfloat16)
-    folder.mkdir()
-    save_file(tensors, folder / "adapter_model.safetensors")
-    fields = {"peft_type": "LORA", "r": rank, "lora_alpha": 2 * rank, "peft_version": "0.17.0"}
-    fields["target_modules"] = [f"{name}_proj" for name in (*attention, *expert)]
-    (folder / "adapter_config.json").write_text(json.dumps(fields))
-    return sum(x.nbytes for x in tensors.values())
-
-
-def link_adapter(folder: Path, to: Path) -> Path:
-    """Another folder with the same files: other bytes would take no other time."""
-    folder.mkdir()
-    for file in to.iterdir():
-        (folder / file.name).symlink_to(file)
-    return folder
+def model_shape(small: bool, layers: int) -> ModelShape:
+    name = "mini" if small else "qwen3-30b-a3b-8l"
+    return dataclasses.replace(find_model_shape(name), layers=layers)
 
 
 class Bench:
@@ -396,13 +333,6 @@ def measure_steps(bench: Bench, batch: int, steps: int, count: int, table: Table
     bench.engine.check_integrity()
 
 
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -421,9 +351,9 @@ def parse() -> argparse.Namespace:
 
 def make_bench(options: argparse.Namespace, folder: Path) -> tuple[Bench, int]:
     """The engine, and the bytes of one adapter's files."""
-    config = make_config(options.small, options.layers)
-    write_model(folder / "model", config)
-    nbytes = write_adapter(folder / "adapter0", config, options.rank, 0)
+    shape = model_shape(options.small, options.layers)
+    write_model(folder / "model", shape)
+    nbytes = write_adapter(folder / "adapter0", shape, options.rank, 0)
     paths = [folder / "adapter0"]
     for index in range(1, options.adapters):
         paths.append(link_adapter(folder / f"adapter{index}", paths[0]))

@@ -10,7 +10,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import tempfile
 import time
 from collections.abc import Callable
@@ -26,43 +25,21 @@ from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from vexpert import LLM, SamplingParams
+from vexpert.bench.engine.files import ModelShape, write_tokenizer
+from vexpert.checkout import commit
 
 PROMPT = 64
 LONG = 65
 VOCAB = 32_000
+SHAPE = ModelShape("cpu", 256, 256, 32, 4, 4, 2, 64, 8, VOCAB)
 ADAPTERS = [f"adapter{i}" for i in range(8)]
 Generate = Callable[[int, int], None]  # (batch, new tokens)
 
 
 def make_config() -> Qwen3MoeConfig:
-    return Qwen3MoeConfig(
-        hidden_size=256,
-        intermediate_size=256,
-        moe_intermediate_size=256,
-        num_hidden_layers=8,
-        num_attention_heads=4,
-        num_key_value_heads=2,
-        head_dim=64,
-        num_experts=32,
-        num_experts_per_tok=4,
-        vocab_size=VOCAB,
-        max_position_embeddings=512,
-        tie_word_embeddings=False,
-        bos_token_id=0,
-        eos_token_id=1,
-        pad_token_id=0,
-        norm_topk_prob=True,
-    )
-
-
-def write_tokenizer(folder: Path) -> None:
-    from tokenizers import Tokenizer, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    words = {f"t{i}": i for i in range(VOCAB)}
-    tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
-    tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=tokenizer, unk_token="t0").save_pretrained(folder)
+    config = SHAPE.config()
+    config.max_position_embeddings = 512
+    return config
 
 
 def write_files(folder: Path) -> None:
@@ -70,7 +47,7 @@ def write_files(folder: Path) -> None:
     torch.manual_seed(0)
     model = Qwen3MoeForCausalLM(make_config())
     model.save_pretrained(folder / "base")
-    write_tokenizer(folder / "base")
+    write_tokenizer(folder / "base", VOCAB)
     for index, name in enumerate(ADAPTERS):
         torch.manual_seed(index)
         lora = LoraConfig(
@@ -160,13 +137,6 @@ def measure(contenders: dict[str, Generate], batch: int, rounds: int) -> dict[st
         for name in names:
             rates[name].append(decode_rate(contenders[name], batch))
     return {name: statistics.median(values) for name, values in rates.items()}
-
-
-def commit() -> str:
-    done = subprocess.run(
-        ["git", "rev-parse", "--short", "HEAD"], capture_output=True, text=True, check=False
-    )
-    return done.stdout.strip() or "unknown"
 
 
 def main() -> None:

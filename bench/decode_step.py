@@ -15,6 +15,7 @@ The last line is JSON.
 """
 
 import argparse
+import dataclasses
 import json
 import logging
 import statistics
@@ -26,8 +27,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from adapter_load import commit, make_config, write_adapter, write_model
 
+from vexpert.bench.engine.files import find_model_shape, write_adapter, write_model
+from vexpert.checkout import commit
 from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
 from vexpert.engine.host_copy import HostCopy
@@ -148,7 +150,7 @@ def replay_us(engine: Engine) -> float | None:
     if graphs is None or graphs.last is None or not torch.cuda.is_available():
         return None
     start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-    with torch.inference_mode():
+    with torch.inference_mode(), graphs.rehearsal():
         graphs.last()
         torch.cuda.synchronize()
         start.record()
@@ -203,10 +205,11 @@ def main() -> None:
     options = parser.parse_args()
     logging.basicConfig(level=logging.INFO, format="  %(message)s", stream=sys.stdout)
     rows: dict[str, Any] = {}
-    with tempfile.TemporaryDirectory() as name:
-        folder = Path(name)
-        config = make_config(options.small, options.layers)
-        write_model(folder / "model", config)
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = Path(scratch)
+        name = "mini" if options.small else "qwen3-30b-a3b-8l"
+        shape = dataclasses.replace(find_model_shape(name), layers=options.layers)
+        write_model(folder / "model", shape)
         for eager in [False, True] if options.eager else [False]:
             label = "eager" if eager else "graphs"
             print(f"base, {label}")
@@ -220,7 +223,7 @@ def main() -> None:
             run(engine, "base requests", [None], options, rows)
             names: list[str | None] = []
             for index in range(options.adapters):
-                write_adapter(folder / f"a{index}", config, 16, index)
+                write_adapter(folder / f"a{index}", shape, 16, index)
                 engine.load_adapter(f"a{index}", str(folder / f"a{index}"))
                 names.append(f"a{index}")
             run(engine, "1 adapter", names[:1], options, rows)

@@ -16,7 +16,7 @@ from helpers_serve import free_port
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the standard's key of a reference
-KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004"}
+KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "Space": " "}
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
     "--disable-background-networking", "--disable-component-update", "--disable-sync",

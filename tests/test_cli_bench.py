@@ -8,10 +8,12 @@ from typing import Any
 import pytest
 
 import vexpert
-from vexpert.bench.engine.cells import Cell, Mix
+from vexpert.bench.engine.cells import Cell, Mix, Timing
 from vexpert.bench.engine.files import find_model_shape
 from vexpert.bench.engine.floor import step_bytes
+from vexpert.bench.engine.report import CellRow, Columns
 from vexpert.cli.main import main
+from vexpert.demo import DEMO_NAME, adapter_paths
 from vexpert.engine.outputs import CompletionOutput, RequestOutput
 
 SEEN: list["FakeLLM"] = []
@@ -27,7 +29,9 @@ class Run:
 
 
 class FakeLLM:
-    """Notes what it is asked and answers with as many tokens as allowed."""
+    """Notes what it is asked and answers with as many tokens as allowed, 1 ms each."""
+
+    clock = 0.0  # seconds
 
     def __init__(self, **options: Any) -> None:
         self.options = options
@@ -40,6 +44,7 @@ class FakeLLM:
         self.loaded[name] = path
 
     def generate(self, prompts: Any, params: Any, adapter: Any) -> list[RequestOutput]:
+        FakeLLM.clock += 1e-3 * params.max_tokens
         ids = [prompt["prompt_token_ids"] for prompt in prompts]
         self.runs.append(Run([tuple(row) for row in ids], adapter, params.max_tokens))
         done = CompletionOutput(0, token_ids=[5] * params.max_tokens)
@@ -51,6 +56,8 @@ def llm(monkeypatch: pytest.MonkeyPatch) -> type[FakeLLM]:
     SEEN.clear()
     # In the module's dictionary: setattr would import the real one first, to remember it.
     monkeypatch.setitem(vars(vexpert), "LLM", FakeLLM)
+    clock = SimpleNamespace(perf_counter=lambda: FakeLLM.clock)
+    monkeypatch.setattr("vexpert.bench.engine.cells.time", clock)
     return FakeLLM
 
 
@@ -110,6 +117,10 @@ def test_a_step_is_a_difference_and_the_median_counts(
         (["--popularity", "odd"], "popularity='odd'"),
         (["--base-share", "1"], "base_share=1.0"),
         (["--num-prompts", "0"], "at least 1"),
+        (
+            ["--lora-modules", *(f"m{i}=x" for i in range(9)), "--adapters", "9"],
+            "adapters=9: more than any batch has requests",
+        ),
     ],
 )
 def test_refused(
@@ -139,6 +150,39 @@ def test_floor_of_the_bytes_is_the_published_one() -> None:
 
 def test_shapes_are_bfloat16_unless_told_otherwise() -> None:
     assert find_model_shape("tiny").config().to_dict()["dtype"] == "bfloat16"
+
+
+def test_the_demo_is_measured_with_its_adapters(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["--num-prompts", "1", "8", "--output-len", "3"]
+    for model in ([], [DEMO_NAME]):
+        SEEN.clear()
+        assert main(["bench", "throughput", *model, *words]) == 0
+        alone, made = SEEN
+        assert alone.loaded == {}
+        assert set(made.loaded) == set(adapter_paths())
+        shown = capsys.readouterr().out
+        result = json.loads(shown.splitlines()[-1])
+        assert result["model"] == DEMO_NAME
+        counts = [(c["batch"], c["adapters"]) for c in result["cells"] if c["server"] == "lora"]
+        assert counts == [(1, 0), (1, 1), (8, 0), (8, 4)]
+        mixed = {tuple(sorted(set(run.adapters))) for run in made.runs if None not in run.adapters}
+        assert ("reverse", "shift", "sort", "upper") in mixed
+        assert "vLLM" not in shown  # nobody else's figures are of this model
+        assert "floor" not in shown.splitlines()[1]
+
+
+def test_the_table_has_the_columns_that_have_figures() -> None:
+    row = CellRow(Cell(8, 64, 96, 8), "lora", Timing([0.004]), Timing([0.003]), 0.96)
+    everything = Columns(has_floor=True, has_peer=True)
+    heading, line = everything.heading(), row.line(everything)
+    assert len(heading) == len(line)
+    assert heading.split("of base")[1].split() == ["floor", "vLLM", "vLLM", "LoRA"]
+    assert line.split()[-4:] == ["75.0%", "96%", "4456", "2487"]
+    plain = Columns(has_floor=False, has_peer=False)
+    assert plain.heading().endswith("of base")
+    assert row.line(plain).endswith("75.0%")
 
 
 def test_a_shape_end_to_end(capsys: pytest.CaptureFixture[str]) -> None:

@@ -1,6 +1,11 @@
 """`vexpert chat` and `vexpert bench serve` against a running server."""
 
 import json
+import os
+import re
+import select
+import subprocess
+import sys
 from typing import Any
 
 import pytest
@@ -115,6 +120,40 @@ def test_history_is_sent(fake: Any, fake_server: RunningServer, monkeypatch: Any
     assert main(["chat", "--url", fake_server.url, "--system", "be"]) == 0
     expected = "<system>be\n<user>one\n<assistant>one\n<user>two\n<assistant>"
     assert fake.prompts[-1] == expected
+
+
+def read_until(terminal: int, wanted: str) -> None:
+    """Read what a program writes to its terminal until the expression `wanted` is in it."""
+    seen = ""
+    while not re.search(wanted, seen, re.DOTALL):
+        ready, _, _ = select.select([terminal], [], [], 30)
+        assert ready, seen
+        seen += os.read(terminal, 4096).decode()
+
+
+IN_A_TERMINAL = """
+import os, sys
+os.login_tty(os.dup(0))
+from vexpert.cli.main import main
+sys.exit(main(sys.argv[1:]))
+"""
+
+
+@pytest.mark.parametrize(("key", "code"), [(b"\x03", 130), (b"\x04", 0)])
+def test_ctrl_c_and_ctrl_d_leave_at_once(server: RunningServer, key: bytes, code: int) -> None:
+    ours, theirs = os.openpty()
+    words = [sys.executable, "-c", IN_A_TERMINAL, "chat", "--url", server.url]
+    with subprocess.Popen(words, stdin=theirs, stdout=theirs, stderr=theirs) as chat:
+        try:
+            read_until(ours, f"{BASE}> ")
+            os.write(ours, b"hello\r")
+            read_until(ours, f"finished: stop.*{BASE}> ")
+            os.write(ours, key)
+            assert chat.wait(20) == code  # no Enter is needed
+        finally:
+            chat.kill()
+            os.close(ours)
+            os.close(theirs)
 
 
 def test_bench_serve_counts_every_token(

@@ -7,6 +7,7 @@ import sys
 
 import pytest
 
+from vexpert.checkout import commit
 from vexpert.cli import progress
 from vexpert.cli.collect_env import PACKAGES, collect
 from vexpert.cli.completion import bash, fish, walk
@@ -117,4 +118,5 @@ def test_collect_env_tells_what_a_report_needs(monkeypatch: pytest.MonkeyPatch) 
     assert facts["OMP_NUM_THREADS"] == "3"
     assert int(facts["cpu cores usable"]) >= 1
     assert "a-secret" not in str(facts)
+    assert facts["commit"] == (commit() or "unknown: not a git checkout")
     assert {"vexpert", "python", "platform", "cpu", "cpu features", "memory"} < set(facts)

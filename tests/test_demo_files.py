@@ -3,6 +3,7 @@
 import json
 import re
 import string
+from importlib import import_module
 from pathlib import Path
 
 import pytest
@@ -99,6 +100,42 @@ def test_chat_template(tokenizer: PreTrainedTokenizerBase) -> None:
     assert tokenizer.decode(ids) == prompt
     assert ids[0] == tokenizer.bos_token_id
     assert ids.count(tokenizer.eos_token_id) == 4
+
+
+def test_the_template_shows_tools_and_calls(tokenizer: PreTrainedTokenizerBase) -> None:
+    parameters = {"type": "object", "properties": {"city": {"type": "string"}, "day": {}}}
+    described = {"name": "weather", "description": "of a city", "parameters": parameters}
+    tools = [{"type": "function", "function": f} for f in (described, {"name": "now"})]
+    call = {"type": "function", "function": {"name": "weather", "arguments": {"city": "Oslo"}}}
+    messages = [
+        {"role": "user", "content": "hi"},
+        {"role": "assistant", "content": "", "tool_calls": [call]},
+        {"role": "tool", "tool_call_id": "1", "content": "rain"},
+    ]
+    text = tokenizer.apply_chat_template(messages, tools=tools, tokenize=False)
+    assert text == (
+        "<bos><|system|>Tools:\nweather(city, day) of a city\nnow()<|end|><|user|>hi<|end|>"
+        '<|assistant|><tool_call>\n{"name": "weather", "arguments": {"city": "Oslo"}}\n</tool_call>'
+        "<|end|><|system|>rain<|end|>"
+    )
+
+
+def test_the_template_is_the_scripts(monkeypatch: pytest.MonkeyPatch) -> None:
+    scripts = Path(__file__).parent.parent / "scripts"
+    monkeypatch.syspath_prepend(str(scripts))
+    module = import_module("demo.tokenizer")
+    assert (model_path() / "chat_template.jinja").read_text() == module.CHAT_TEMPLATE
+
+
+def test_sizes_are_those_of_the_page() -> None:
+    page = (Path(__file__).parent.parent / "docs" / "demo.md").read_text()
+    files = [path for path in model_path().iterdir() if path.name != "model.safetensors"]
+    sizes = [sum(path.stat().st_size for path in files)]
+    for folder in adapter_paths().values():
+        sizes.append(sum(path.stat().st_size for path in folder.iterdir()))
+    sizes.append((model_path() / "model.safetensors").stat().st_size)
+    for size in (*sizes, sum(sizes)):
+        assert f"| {size:,} |" in page
 
 
 def test_adapters_differ_in_rank_and_targets() -> None:

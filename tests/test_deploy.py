@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 import yaml
-from helpers_server import RunningServer, make_fake_engine, serving
+from helpers_server import BASE, RunningServer, make_fake_engine, serving
 
 from vexpert.cli.main import build_parser
+from vexpert.server.options import ServerOptions
 
 ROOT = Path(__file__).parent.parent
 DEPLOY = ROOT / "deploy"
@@ -120,8 +121,16 @@ def test_probes_ask_what_the_server_answers(server: RunningServer) -> None:
     for probe in probes.values():
         assert probe["port"] == container()["ports"][0]["name"]
         assert server.get(probe["path"]).status_code == 200
-    annotations = manifest("Service")["metadata"]["annotations"]
-    assert server.get(annotations["prometheus.io/path"]).status_code == 200
+
+
+def test_no_scrape_is_told_that_would_lack_a_key() -> None:
+    options = ServerOptions((BASE,), api_keys=("secret",), status_interval=None)
+    with serving(make_fake_engine(), options) as keyed:
+        assert keyed.get("/metrics").status_code == 401
+    config = yaml.safe_load(manifest("ConfigMap")["data"]["serve.yaml"])
+    assert "api-key-file" in config
+    assert "prometheus.io/scrape" not in manifest("Service")["metadata"].get("annotations", {})
+    assert "credentials_file" in (DEPLOY / "prometheus" / "prometheus.yaml").read_text()
 
 
 def test_the_image_starts_a_server() -> None:

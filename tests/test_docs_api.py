@@ -5,16 +5,12 @@ import re
 from pathlib import Path
 from typing import Any
 
+import httpx
 import pytest
-from helpers_server import BASE, serving
-from test_server_tools import TEMPLATE
+from helpers_serve import serve
 
-from vexpert import demo
-from vexpert.cli import serve
+from vexpert.cli import serve_options
 from vexpert.cli.main import build_parser
-from vexpert.config import EngineConfig
-from vexpert.engine.engine import Engine
-from vexpert.server.options import ServerOptions
 from vexpert.server.protocol.chat import ChatCompletionRequest
 from vexpert.server.protocol.completion import CompletionRequest
 
@@ -24,19 +20,17 @@ API, OPERATIONS = ((DOCS / name).read_text() for name in ("api.md", "operations.
 
 def test_every_example_runs() -> None:
     pytest.importorskip("xgrammar")
-    engine = Engine(EngineConfig(model=str(demo.model_path()), max_num_seqs=16))
-    engine.load_adapter("upper", str(demo.adapter_paths()["upper"]))
-    options = ServerOptions(
-        (BASE,), chat_template=TEMPLATE, tool_call_parser="hermes", status_interval=None
-    )
     blocks = re.findall(r"```python\n(.*?)```", API, re.DOTALL)
-    assert len(blocks) == 4
+    assert len(blocks) == 5
     names: dict[str, Any] = {}
-    with serving(engine, options) as running:
+    with serve() as url:  # the demo with no option, as the page says
         for block in blocks:
-            exec(block.replace("http://127.0.0.1:8000", running.url), names)
-        for command in re.findall(r"^\$ curl .*?(/\S+)$", OPERATIONS, re.MULTILINE):
-            assert running.get(command.removeprefix("//127.0.0.1:8000")).status_code == 200
+            exec(block.replace("http://127.0.0.1:8000", url), names)
+        addresses = re.findall(r"^\$ curl .*?(http://\S+)$", OPERATIONS, re.MULTILINE)
+        assert addresses
+        for address in addresses:
+            found = httpx.get(address.replace("http://127.0.0.1:8000", url))
+            assert found.status_code == 200
         names["client"].close()
 
 
@@ -57,7 +51,7 @@ def test_the_configuration_file_is_read(tmp_path: Path) -> None:
 
 def test_every_option_of_the_server_is_told() -> None:
     parser = argparse.ArgumentParser()
-    serve._add_server_options(parser)
+    serve_options.add_server_options(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     told = set(re.findall(r"`(--[a-z-]+)", OPERATIONS))
     assert flags - {"-h", "--help"} <= told

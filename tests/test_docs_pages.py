@@ -102,13 +102,15 @@ def test_flags_to_migrate_to_exist() -> None:
     assert len(found) > 40
     for _, ours, note in found:
         flags = set(re.findall(r"`(--[a-z-]+)`", ours)) | set(re.findall(r"`(--[a-z-]+)`", note))
-        assert flags - {"--enable-auto-tool-choice"} <= SERVE_FLAGS
+        assert flags - {"--enable-auto-tool-choice", "--enable-chunked-prefill"} <= SERVE_FLAGS
         assert ours or note
 
 
 def test_flags_without_a_counterpart_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for line in re.findall(r"^None: (.*)$", MIGRATING, re.MULTILINE):
-        flags = re.findall(r"`(--[a-z-]+)`", line)
+    lists = re.findall(r"^None: (.*?)\n\n", MIGRATING, re.MULTILINE | re.DOTALL)
+    assert len(lists) == 2
+    for text in lists:
+        flags = re.findall(r"`(--[a-z-]+)`", text)
         assert len(flags) > 5
         for flag in flags:
             with pytest.raises(SystemExit):
@@ -124,6 +126,8 @@ def test_the_python_of_migrating() -> None:
     assert (upper.adapter, base.adapter) == ("upper", None)  # type: ignore[has-type]
 
 
+# The yardstick names files of other projects; its links are tested as every page's are.
+PAGES = sorted(path.name for path in DOCS.glob("*.md") if path.name != "yardstick.md")
 QUOTED = [line[2:] for line in TROUBLE.splitlines() if line.startswith("> ")]
 
 
@@ -148,3 +152,22 @@ def test_flags_and_links_of_every_page(page: str) -> None:
         if command is not None and not command.commands:
             used = set(re.findall(r"(?<!\S)(--[a-z][\w-]*)", flags.split("#")[0]))
             assert used <= set(command.flags), f"{words}: {used - set(command.flags)}"
+
+
+FILE = re.compile(r"(?<![\w/.{-])(?:[\w.-]+/)*[\w-]+\.(?:py|md|json|js|yaml|csv|toml)\b")
+OTHERS = {"out.json", "automodel_peft_config.json"}  # what a command writes; a trainer's file
+PLACES = [ROOT / name for name in ("docs", "vexpert", "tests", "bench", "scripts", "deploy")]
+KNOWN = [f"/{path.relative_to(ROOT)}" for place in PLACES for path in place.rglob("*")]
+KNOWN += [f"/{path.name}" for path in ROOT.iterdir()]
+
+
+@pytest.mark.parametrize("page", ["README.md", *(f"docs/{page}" for page in PAGES)])
+def test_files_that_a_page_names_exist(page: str) -> None:
+    text = (ROOT / page).read_text()
+    named = {name for name in FILE.findall(text) if not name.startswith("../")} - OTHERS
+    lost = {name for name in named if not any(path.endswith(f"/{name}") for path in KNOWN)}
+    assert not lost
+    tests = set(re.findall(r"`(test_\w+?)(?:::\w+)?`", text))
+    functions = "".join(file.read_text() for file in (ROOT / "tests").glob("test_*.py"))
+    for name in tests:
+        assert f"/tests/{name}.py" in KNOWN or f"def {name}(" in functions, name

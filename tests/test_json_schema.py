@@ -2,16 +2,25 @@
 
 import json
 import random
+from collections.abc import Iterator
 from typing import Any
 
 import pytest
 
+from vexpert.engine.grammar import compile_text, new_compiler
 from vexpert.engine.json_schema import check_schema, plain_lengths
+from vexpert.engine.structured_outputs import MAX_WHITESPACE, enforceable
+from vexpert.server.tools.formats import FORMATS, calls_constraint
 
 xgrammar = pytest.importorskip("xgrammar")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 
 STRING = {"type": "string"}
+ANY_OBJECT = {"type": "object", "additionalProperties": True}
+DOCUMENTS = (
+    '{%s"a"%s:%s[%s1%s,%s2%s]%s,%s"b"%s:%s{%s"c"%s:%snull%s}%s}',
+    '{"a":[%s],"b":{%s}}',
+)
 
 
 @pytest.mark.parametrize(
@@ -149,3 +158,39 @@ def test_texts_of_random_schemas_are_valid() -> None:
             complete += 1
             jsonschema_rs.validator_for(schema).validate(json.loads(text))
     assert complete > 100
+
+
+def grammars(compiler: Any) -> Iterator[tuple[str, Any, str]]:
+    """(name, compiled grammar, text around a document) of all ways to an object."""
+    for kind, text in (("json_object", '{"type":"object"}'), ("json", json.dumps(ANY_OBJECT))):
+        yield kind, compile_text(compiler, kind, text, True, False), "%s"
+    tools = [{"name": "f", "parameters": enforceable(ANY_OBJECT, "tools")}]
+    for form in FORMATS.values():
+        tag = calls_constraint(form, tools, single=False)
+        compiled = compile_text(compiler, "structural_tag", tag, True, False)
+        yield form.name, compiled, f'{{"name": "f", "{form.arguments}": %s}}{form.closing}'
+
+
+def test_white_space_is_bounded_between_all_parts() -> None:
+    pieces = [bytes([byte]) for byte in range(256)] + [b""]
+    compiler = new_compiler(pieces, [256])
+
+    def accepts(compiled: Any, text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(compiled)
+        return bool(matcher.accept_string(text) and matcher.is_completed())
+
+    seen = []
+    for name, compiled, around in grammars(compiler):
+        seen.append(name)
+        document = {"a": [1, {"b": None}], "c": "x" * 100 + " " * 100}
+        assert accepts(compiled, around % json.dumps(document, indent=8))  # blanks in strings too
+        for template in DOCUMENTS:
+            places = template.count("%s")
+            for space in (" ", "\n", "\t", "\r"):
+                full = template % ((space * MAX_WHITESPACE,) * places)
+                assert accepts(compiled, around % full), (name, template)
+            for place in range(places):
+                more = [""] * places
+                more[place] = " " * (MAX_WHITESPACE + 1)
+                assert not accepts(compiled, around % (template % tuple(more))), (name, template)
+    assert seen == ["json_object", "json", "hermes", "mistral", "llama3_json"]

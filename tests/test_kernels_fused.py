@@ -10,7 +10,7 @@ from vexpert.kernels.combine_norm import combine_norm
 from vexpert.kernels.norm_router import Router, Scratch, norm_router
 from vexpert.kernels.norms import FORMS, Norm, reference_rms_norm
 from vexpert.kernels.rms_norm import add_rms_norm, rms_norm
-from vexpert.kernels.rope_angles import LAYOUTS, reference_rope_angles, rope_angles
+from vexpert.kernels.rope_angles import LAYOUTS, Angles, reference_rope_angles, rope_angles
 from vexpert.kernels.rope_write import Heads, Rope, reference_rotate, rope_write
 from vexpert.kernels.router_topk import Choice, reference_router_topk, router_topk
 
@@ -67,7 +67,7 @@ def test_the_forms_of_a_norm_differ() -> None:
 def test_angles(layout: str, dtype: torch.dtype) -> None:
     positions = torch.tensor([0, 3, 70, 4000], device=DEVICE)
     frequencies = 10000.0 ** (-torch.arange(6, device=DEVICE) / 6)
-    how = positions, frequencies, 1.3, layout, dtype
+    how = positions, Angles(frequencies, 1.3, layout, dtype)
     for got, want in zip(rope_angles(*how), reference_rope_angles(*how), strict=True):
         assert got.dtype == dtype
         torch.testing.assert_close(got, want, rtol=TOLERANCE[dtype], atol=1e-5)

@@ -50,7 +50,8 @@ def draw(
     there = SamplerRows(rows.states, torch.device(device))
     index = torch.arange(len(options), device=device)
     block = BLOCK if device == "cuda" else 128
-    got = sample(logits.to(device), index, there.sample_limits, u.to(device), block)
+    got = torch.empty_like(index)
+    sample(logits.to(device), index, there.sample_limits, u.to(device), got, block)
     return expected.tolist(), got.tolist()
 
 
@@ -90,7 +91,9 @@ def test_only_the_asked_rows_are_drawn_in_their_order() -> None:
     limits = SamplerRows(states([{"top_k": 4}] * 3), torch.device("cpu")).sample_limits
     uniforms = torch.tensor([0.2, 0.6, 0.9], dtype=torch.float64)
     index = torch.tensor([5, 0, 3])
-    got = sample(logits, index, limits, uniforms, block=32)
+    got = torch.full((6,), 77)
+    sample(logits, index, limits, uniforms, got, block=32)
     for place, row in enumerate(index.tolist()):
         one = draw(logits[row : row + 1], [{"top_k": 4}], uniforms[place : place + 1], "cpu")
-        assert got[place] == one[0][0]
+        assert got[row] == one[0][0]
+    assert got[[1, 2, 4]].tolist() == [77] * 3

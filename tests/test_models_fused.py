@@ -20,6 +20,7 @@ from vexpert.kernels.rope_write import Rope
 from vexpert.lora.pack import pack
 from vexpert.lora.pool import SlotPool
 from vexpert.models.fused_attention import FusedAttention
+from vexpert.models.fused_embedding import FusedEmbedding
 from vexpert.models.fused_layer import FusedLayer
 from vexpert.models.fused_norm import FusedNorm, recognise_norm
 from vexpert.models.fused_rotary import FusedRotary
@@ -50,6 +51,7 @@ PARTS = {  # norms, attention modules, routers, layers
     "gemma2": (9, 2, 0, 0),
     "llama": (5, 2, 0, 2),
 }
+SCALED = ("granitemoe",)  # between the embedding and its norm
 # The interpreter is slow: these have all that differs between the others.
 PLAYED = tuple(WHOLE) if GPU else ("qwen3_moe", "gpt_oss")
 PLAY = random_sequences(2, 30, 0) if GPU else random_sequences(1, 4, 0)
@@ -114,7 +116,9 @@ def test_what_is_fused(model_type: str) -> None:
         total = sum(kind.__name__.endswith("Norm") for kind in norms)
         routers, residuals = WHOLE[model_type]
         assert counts(served) == (total, 2, routers, 2)
-        assert len(forwards(served, FusedRotary)) == 1
+        (rotary,) = forwards(served, FusedRotary)
+        embeddings = forwards(served, FusedEmbedding)
+        assert [each.rotary for each in embeddings] == [rotary] * (model_type not in SCALED)
         parts = [layer.parts for layer in forwards(served, FusedLayer)]
         assert all(part.following for part in parts)
         assert sum(part.router is not None for part in parts) == routers
@@ -163,6 +167,7 @@ def test_planted_errors_are_seen() -> None:
 def test_adapters_equal_merged_weights(model_type: str) -> None:
     served = fused(tiny_model(model_type), enable_lora=True, max_lora_rank=4, max_loras=2)
     assert counts(served)[1:3] == (2, WHOLE[model_type][0])
+    assert len(forwards(served, FusedEmbedding)) == 1
     pool = SlotPool(served.targets, 2, 1 << 22, torch.device(DEVICE), torch.float32)
     served.lora.tables = pool.tables
     adapters = [random_adapter(served.targets, seed, 3) for seed in (1, 2)]

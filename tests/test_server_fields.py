@@ -2,13 +2,15 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, get_args, get_origin
 
 import pytest
 from helpers_server import BASE, RunningServer, make_fake_engine, serving
 from openai.types import chat as types
 from openai.types import completion_create_params as text_params
 from openai.types.chat import completion_create_params as chat_params
+from openai.types.chat.chat_completion_assistant_message_param import ContentArrayOfContentPart
+from openai.types.chat.chat_completion_content_part_param import File
 from openai.types.shared_params import FunctionDefinition as FunctionDefinitionParam
 from openai.types.shared_params import (
     ResponseFormatJSONObject,
@@ -264,10 +266,80 @@ def test_every_field_of_a_part_is_served_or_refused(theirs: Any) -> None:
     assert refused <= fields, "a field that the client no longer has"
 
 
+def part_of(kind: str, **fields: Any) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": [{"type": kind, kind: fields}]}]}
+
+
+CUSTOM_CALL = {"id": "1", "type": "custom", "custom": {"name": "f", "input": "x"}}
+# Kinds of parts that are not served, each as the client would send it, and what names it.
+NOT_SERVED: dict[Any, tuple[dict[str, Any], str]] = {
+    types.ChatCompletionContentPartImageParam: (part_of("image_url", url="x"), "image_url"),
+    types.ChatCompletionContentPartInputAudioParam: (
+        part_of("input_audio", data="", format="wav"),
+        "input_audio",
+    ),
+    File: (part_of("file", file_id="x"), "'file'"),
+    types.ChatCompletionContentPartRefusalParam: (
+        {"messages": [{"role": "assistant", "content": [{"type": "refusal", "refusal": "no"}]}]},
+        "'refusal'",
+    ),
+    types.ChatCompletionFunctionMessageParam: (
+        {"messages": [{"role": "function", "name": "f", "content": "x"}]},
+        "use tools",
+    ),
+    types.ChatCompletionMessageCustomToolCallParam: (
+        {"messages": [{"role": "assistant", "tool_calls": [CUSTOM_CALL]}]},
+        "tool_calls[0].type: input should be 'function'",
+    ),
+    types.ChatCompletionCustomToolParam: (
+        {"tools": [{"type": "custom", "custom": {"name": "f"}}]},
+        "custom",
+    ),
+    types.ChatCompletionNamedToolChoiceCustomParam: (
+        {"tools": TOOLS, "tool_choice": {"type": "custom", "custom": {"name": "f"}}},
+        "tool_choice.type: input should be 'function'",
+    ),
+}
+UNIONS = (
+    types.ChatCompletionMessageParam,
+    types.ChatCompletionContentPartParam,
+    ContentArrayOfContentPart,
+    types.ChatCompletionToolUnionParam,
+    types.ChatCompletionToolChoiceOptionParam,
+    types.ChatCompletionMessageToolCallUnionParam,
+    chat_params.ResponseFormat,
+)
+
+
+def test_every_kind_of_every_part_is_served_or_refused() -> None:
+    kinds = {kind for union in UNIONS for kind in get_args(union) if get_origin(kind) is None}
+    assert len(kinds) > 15
+    assert kinds <= set(PARTS) | set(NOT_SERVED), "a kind of a later client: serve or refuse it"
+
+
+@pytest.mark.parametrize("kind", list(NOT_SERVED), ids=lambda kind: kind.__name__)
+def test_a_kind_that_is_not_served_is_refused_by_name(server: RunningServer, kind: Any) -> None:
+    fields, told = NOT_SERVED[kind]
+    response = send(server, CHAT, fields)
+    assert response.status_code == 400, response.text
+    assert told in response.json()["error"]["message"]
+
+
+def test_an_answer_can_be_sent_back_whole(server: RunningServer) -> None:
+    with server.client() as client:
+        history: list[Any] = [{"role": "user", "content": "hello"}]
+        for _ in range(2):
+            answer = client.chat.completions.create(model=BASE, messages=history)
+            history += [answer.choices[0].message.model_dump(), {"role": "user", "content": "x"}]
+            assert answer.choices[0].message.content
+    assert "<assistant>hello" in server.engine.prompts[-1]
+
+
 @pytest.mark.parametrize(
     "part",
     [
         {"role": "assistant", "content": "x", "audio": {"id": "1"}},
+        {"role": "assistant", "content": "x", "annotations": [{"type": "url_citation"}]},
         {"role": "assistant", "content": "x", "function_call": {"name": "f", "arguments": ""}},
         {"role": "assistant", "content": "x", "refusal": "no"},
         {"role": "user", "content": [{"type": "text", "text": "x", "prompt_cache_breakpoint": {}}]},

@@ -99,7 +99,6 @@ def test_tokens_of_a_conversation_are_those_of_its_answer(fake_server: RunningSe
         ("/detokenize", {"tokens": [10**9]}),
         ("/detokenize", {"tokens": ["a"]}),
         ("/detokenize", {}),
-        ("/v1/embeddings", {"model": BASE, "input": "x"}),
     ],
 )
 def test_what_has_no_tokens_is_400(fake_server: RunningServer, path: str, body: Any) -> None:
@@ -142,10 +141,10 @@ def test_an_adapters_own_chat_template_counts(fake: FakeEngine, tmp_path: Path) 
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
         fake.load_adapter(name, str(tmp_path / name))
-    config = {"chat_template": "B"}
+    config = {"chat_template": "[B]{{ messages[0].content }}"}
     listed = {"chat_template": [{"name": "rag", "template": "X"}, {"name": "default"}]}
-    listed["chat_template"][1]["template"] = "C"
-    (tmp_path / "jinja" / "chat_template.jinja").write_text("A")
+    listed["chat_template"][1]["template"] = "[C]"
+    (tmp_path / "jinja" / "chat_template.jinja").write_text("[A]")
     (tmp_path / "jinja" / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config" / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "list" / "tokenizer_config.json").write_text(json.dumps(listed))

@@ -91,6 +91,21 @@ def test_an_adapter_is_loaded_asked_and_unloaded(page: Browser) -> None:
     assert page.wait(COUNT, 5)
 
 
+def test_what_is_missing_from_a_question_is_told(page: Browser) -> None:
+    focused = "return document.activeElement.id || document.activeElement.value"
+    page.click("#send")
+    assert page.run(focused) == "prompt"
+    page.click("#none")
+    page.click(f'#names input[value="{BASE}"]')
+    assert page.text("#chosen") == "nobody chosen: choose who answers"
+    page.type("#prompt", "hello")
+    page.press("Enter")
+    assert page.run(focused) == BASE
+    assert page.run("return document.querySelectorAll('article').length") == 0
+    page.press("Space")
+    assert page.text("#chosen") == "1 of 5 chosen"
+
+
 def test_what_the_server_refuses_is_told(window: Browser, url: str) -> None:
     window.open(url)
     window.wait(STATE, "good")

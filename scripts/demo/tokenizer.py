@@ -8,16 +8,35 @@ SYSTEM, USER, ASSISTANT = "<|system|>", "<|user|>", "<|assistant|>"
 SPECIAL_TOKENS = (PAD, UNK, BOS, END, SYSTEM, USER, ASSISTANT)
 CHARACTERS = "\t\n" + "".join(map(chr, range(32, 127)))
 
-# END closes every message, so a finished answer and an answer in the history look the same.
+# END closes every message, so a finished answer and an answer in the history look the same. Tools
+# are a line each, not JSON: a token a character, and 512 positions. What is not of tools stays as
+# the weights were trained on it.
 CHAT_TEMPLATE = (
     "{{ bos_token }}"
+    "{% if tools %}"
+    "{{ '<|system|>Tools:' }}"
+    "{% for tool in tools %}"
+    "{% set parameters = tool['function']['parameters'] or {} %}"
+    "{{ '\n' + tool['function']['name'] }}"
+    "{{ '(' + (parameters['properties'] or {}) | join(', ') + ')' }}"
+    "{% if tool['function']['description'] %}{{ ' ' + tool['function']['description'] }}{% endif %}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
+    "{% endif %}"
     "{% for message in messages %}"
-    "{% if message['role'] not in ['system', 'user', 'assistant'] %}"
+    "{% if message['role'] not in ['system', 'user', 'assistant', 'tool'] %}"
     "{{ raise_exception('Unknown role: ' + message['role']) }}"
     "{% endif %}"
     "{% if message['content'] is string %}{% set text = message['content'] %}"
     "{% else %}{% set text = message['content'] | map(attribute='text') | join('') %}{% endif %}"
-    "{{ '<|' + message['role'] + '|>' + text + '<|end|>' }}"
+    "{% set role = 'system' if message['role'] == 'tool' else message['role'] %}"
+    "{{ '<|' + role + '|>' + text }}"
+    "{% for call in message['tool_calls'] or [] %}"
+    "{% set function = call['function'] %}"
+    "{{ '<tool_call>\n{\"name\": ' + function['name'] | tojson }}"
+    "{{ ', \"arguments\": ' + function['arguments'] | tojson + '}\n</tool_call>' }}"
+    "{% endfor %}"
+    "{{ '<|end|>' }}"
     "{% endfor %}"
     "{% if add_generation_prompt %}{{ '<|assistant|>' }}{% endif %}"
 )

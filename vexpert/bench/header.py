@@ -4,11 +4,11 @@ import importlib.metadata
 import platform
 import subprocess
 import time
-from pathlib import Path
 
 import torch
 
 import vexpert
+from vexpert.checkout import commit
 
 UNKNOWN = "unknown"
 
@@ -20,16 +20,6 @@ def _output(*command: str) -> str:
     except (OSError, subprocess.SubprocessError):
         return UNKNOWN
     return done.stdout.strip().partition("\n")[0] or UNKNOWN
-
-
-def _commit() -> str:
-    """Of the working tree that holds the package; "+" when files differ from it."""
-    root = Path(vexpert.__file__).parent.parent
-    git = ("git", "-C", str(root))
-    if not (root / ".git").exists():
-        return UNKNOWN
-    changed = _output(*git, "status", "--porcelain", "--untracked-files=no")
-    return _output(*git, "rev-parse", "--short", "HEAD") + ("" if changed == UNKNOWN else "+")
 
 
 def _triton() -> str:
@@ -52,6 +42,6 @@ def describe(device: torch.device) -> dict[str, str]:
         "torch": torch.__version__,
         "triton": _triton(),
         "vexpert": vexpert.__version__,
-        "commit": _commit(),
+        "commit": commit() or UNKNOWN,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }

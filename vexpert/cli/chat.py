@@ -3,6 +3,7 @@
 import argparse
 import asyncio
 import contextlib
+import signal
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.parser import add_client_options
@@ -17,7 +18,7 @@ HELP = """/models          names this server knows
 /adapter [NAME]  talk to another of them; without a name: to the base model
 /compare WORDS   ask all of them the same
 /new             forget the conversation
-/quit            leave"""
+/quit            leave, as do Ctrl-D and Ctrl-C"""
 
 
 def _usage(command: str) -> str:
@@ -71,6 +72,19 @@ def _edit_lines() -> None:
         import readline  # noqa: F401
 
 
+def _read_line(prompt: str) -> str:
+    """What is typed. Raises EOFError, and KeyboardInterrupt for Ctrl-C.
+
+    In this thread, whose loop has nothing else to do: a thread of its own would keep the program
+    from ending until Enter. asyncio's handler would only take a note of Ctrl-C.
+    """
+    handler = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        return input(prompt)
+    finally:
+        signal.signal(signal.SIGINT, handler)
+
+
 class Chat:
     """One conversation. The adapter may change from turn to turn; the history stays."""
 
@@ -114,7 +128,7 @@ class Chat:
         console.print(f"Talking to {self.model}. /help shows the commands.", highlight=False)
         while True:
             try:
-                line = await asyncio.to_thread(input, f"{self.model}> ")
+                line = _read_line(f"{self.model}> ")
             except EOFError:
                 return
             if line.strip() in ("/quit", "/exit"):

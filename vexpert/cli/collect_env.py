@@ -7,6 +7,7 @@ import platform
 from pathlib import Path
 
 from vexpert import __version__
+from vexpert.checkout import commit
 
 PACKAGES = (
     "torch", "triton", "transformers", "tokenizers", "safetensors", "numpy", "huggingface-hub",
@@ -35,7 +36,8 @@ def run(args: argparse.Namespace) -> int:
 
 def collect() -> dict[str, str]:
     """Versions and hardware, by name."""
-    facts = {"vexpert": __version__, "python": platform.python_version()}
+    facts = {"vexpert": __version__, "commit": commit() or "unknown: not a git checkout"}
+    facts |= {"python": platform.python_version()}
     facts |= {name: _version(name) for name in PACKAGES}
     facts |= {"platform": platform.platform(), "cpu": _cpu(), "cpu cores": str(os.cpu_count())}
     facts |= {"cpu cores usable": str(_usable_cores()), "cpu features": _cpu_features()}

@@ -12,7 +12,7 @@ EXAMPLES: dict[str, Sequence[Example]] = {
     "serve": (
         ("", "the bundled demo and its four adapters"),
         ("path/to/model --lora-modules legal=path/to/adapter", "a model and an adapter"),
-        ("path/to/model --max-loras 32 --gpu-memory-utilization 0.8", "more slots, less memory"),
+        ("path/to/model --max-loras 32 --gpu-memory-utilization 0.8", "fewer slots, less memory"),
         ("--config serve.yaml --port 8001", "options from a file: `max-loras: 32`, one a line"),
     ),
     "chat": (
@@ -26,6 +26,7 @@ EXAMPLES: dict[str, Sequence[Example]] = {
     ),
     "bench": (
         ("serve --request-rate 20", "latencies of a running server"),
+        ("throughput", "tokens/s of the demo in this process, base beside its adapters"),
         ("kernel", "one MoE layer, without and with LoRA"),
     ),
     "bench kernel": (

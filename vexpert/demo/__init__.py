@@ -4,6 +4,7 @@ import os
 from pathlib import Path
 
 DEMO_NAME = "vexpert-demo"  # what the bundled model is served as; its own name is a folder
+TOOL_FORMAT = "hermes"  # of its chat template; a name of server.tools.formats.FORMATS
 _FOLDER = Path(__file__).resolve().parent
 
 

@@ -217,7 +217,7 @@ class Engine:
         sampling = None
         if result.sampled:
             rows = [sequence.sampling for sequence in result.sampled]
-            sampling = self._sampler.begin(result.sample_logits, rows)
+            sampling = self._sampler.begin(result.sample_logits, rows, result.largest)
         for chunk in chunks:
             self.scheduler.commit(chunk)
         for row, sequence in enumerate(result.sampled):

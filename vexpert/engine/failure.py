@@ -6,7 +6,7 @@ from vexpert.engine.request import Request, Sequence
 
 
 def no_token_error(sequence: Sequence, raw_logits: torch.Tensor) -> str:
-    """Cause and remedy; `raw_logits` [V] float32 are the model's, before any adjustment.
+    """Cause and remedy; `raw_logits` [V] are the model's, before any adjustment.
 
     They are only looked at if the sequence adjusts them: steps that do not may overlap with the
     next, which overwrites them.

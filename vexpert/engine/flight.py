@@ -24,7 +24,7 @@ class Flight:
 
     @property
     def chosen(self) -> torch.Tensor | None:
-        """Tokens of `sampled` on the device, [m] int64."""
+        """Tokens of `sampled` on the device, [m] int64; the next step may overwrite them."""
         return None if self.sampling is None else self.sampling.tokens
 
 

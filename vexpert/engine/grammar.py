@@ -10,7 +10,7 @@ from typing import Any
 import torch
 
 from vexpert.engine.grammar_probe import Probe, needs_probe
-from vexpert.engine.structured_outputs import StructuredOutputs
+from vexpert.engine.structured_outputs import MAX_WHITESPACE, StructuredOutputs
 from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
 from vexpert.errors import UnsupportedError
 from vexpert.log import get_logger
@@ -18,7 +18,6 @@ from vexpert.log import get_logger
 logger = get_logger(__name__)
 
 CACHE_BYTES = 256 * 2**20  # of compiled grammars, the least recently used go first
-MAX_WHITESPACE = 32  # characters in a row between two parts of a JSON document
 BITS = 32  # of one word of a mask
 
 
@@ -125,17 +124,23 @@ def cause(error: Exception) -> str:
 
 def mask_logits(logits: torch.Tensor, matchers: list[tuple[int, Matcher]]) -> None:
     """-inf for what the grammars forbid, in `logits` [n, V], in place; (row, matcher) each."""
+    rows = torch.tensor([row for row, _ in matchers])
+    vocab_size = logits.shape[1]
+    allowed = unpack(fill_mask([matcher for _, matcher in matchers], vocab_size), vocab_size)
+    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+
+
+def fill_mask(matchers: list[Matcher], vocab_size: int) -> torch.Tensor:
+    """What the grammars allow next, a bit a token: int32 [k, ceil(vocab_size / 32)]."""
     import xgrammar
 
-    mask = xgrammar.allocate_token_bitmask(len(matchers), logits.shape[1])
-    states = [matcher.state for _, matcher in matchers]
+    mask: torch.Tensor = xgrammar.allocate_token_bitmask(len(matchers), vocab_size)
+    states = [matcher.state for matcher in matchers]
     if len(states) == 1:
         states[0].fill_next_token_bitmask(mask)
     else:
         _batch_matcher().batch_fill_next_token_bitmask(states, mask)
-    rows = torch.tensor([row for row, _ in matchers], device=logits.device)
-    allowed = unpack(mask.to(logits.device), logits.shape[1])
-    logits[rows] = logits[rows].masked_fill(~allowed, float("-inf"))
+    return mask
 
 
 @lru_cache(maxsize=1)

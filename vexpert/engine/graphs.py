@@ -9,13 +9,14 @@ import dataclasses
 import time
 from collections import OrderedDict
 from collections.abc import Callable
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import torch
 
 from vexpert.engine.adapters import AdapterSource
 from vexpert.engine.capture import Capturer
-from vexpert.engine.graph_buffers import GraphBuffers
+from vexpert.engine.graph_buffers import Decoded, GraphBuffers
 from vexpert.engine.scheduler import Chunk
 from vexpert.log import get_logger
 from vexpert.lora.types import BatchView, LoraSignature
@@ -86,11 +87,10 @@ class DecodeGraphs:
         """Another step has run: tokens have moved on without these buffers."""
         self._buffers.rows.forget()
 
-    def run(self, chunks: list[Chunk], chosen: torch.Tensor | None = None) -> torch.Tensor | None:
-        """Logits [len(chunks), V] float32 of a step of one token a chunk; writes its KV.
+    def run(self, chunks: list[Chunk], chosen: torch.Tensor | None = None) -> Decoded | None:
+        """Run a step of one token a chunk; writes its KV.
 
-        `chosen`: see `Runner.run`. The logits are valid until the next step. None: this step has to
-        run eagerly, nothing is done.
+        `chosen`: see `Runner.run`. None: this step has to run eagerly, nothing is done.
         """
         if self.is_off or len(chunks) > self.sizes[-1]:
             return None
@@ -104,7 +104,7 @@ class DecodeGraphs:
             return None
         self.last = replay
         replay()
-        return self._buffers.logits[: len(chunks)]
+        return self._buffers.decoded(len(chunks))
 
     def _view(self, size: int) -> BatchView | None:
         active = self._buffers.rows.active_slots
@@ -134,7 +134,8 @@ class DecodeGraphs:
     def _capture(self, key: GraphKey, view: BatchView | None) -> Callable[[], None] | None:
         began = time.monotonic()
         try:
-            replay = self._capturer.capture(self._work(key.size, view))
+            with self._buffers.rehearsal():
+                replay = self._capturer.capture(self._work(key.size, view))
         except RuntimeError as error:
             self.is_off = True
             logger.warning("CUDA graphs are off, steps run eagerly: %s", _first_line(error))
@@ -150,10 +151,8 @@ class DecodeGraphs:
         step = self._buffers.step(size, view)
 
         def run() -> None:
-            self._buffers.update_tables(size)
-            tokens = self._buffers.tokens(size)
-            logits = self._model.raw_logits(dataclasses.replace(step, token_ids=tokens))
-            self._buffers.logits[:size] = logits
+            tokens = self._buffers.begin(size)
+            self._buffers.end(self._model.raw_logits(dataclasses.replace(step, token_ids=tokens)))
 
         return run
 
@@ -164,6 +163,10 @@ class DecodeGraphs:
         self._lora[key] = replay
         if len(self._lora) > MOST_LORA_GRAPHS:
             self._lora.popitem(last=False)
+
+    def rehearsal(self) -> AbstractContextManager[None]:
+        """Inside, `last` may be called any number of times: no later step is changed."""
+        return self._buffers.rehearsal()
 
     def rehearse(self) -> None:
         """Run the base model's graphs on padding alone, without a capture: kernels compile."""

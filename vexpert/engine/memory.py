@@ -1,13 +1,12 @@
 """How many KV blocks fit: the cache's byte budget, decided once at boot and logged."""
 
-import os
 from dataclasses import dataclass
-from pathlib import Path
 
 import torch
 
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
+from vexpert.free_memory import free_host_memory
 from vexpert.models.types import ModelInfo
 
 CPU_SHARE = 0.25  # of free memory, at most, for the KV cache of a CPU
@@ -79,31 +78,3 @@ def _too_small(
         f"the KV cache has {budget} bytes ({reason}), room for {room} tokens, but one sequence of"
         f" max_model_len={max_model_len} tokens needs {need} bytes: {remedy}{option}"
     )
-
-
-def free_host_memory() -> int:
-    """Bytes this process may still take, within its control group where there is one."""
-    if Path("/proc/meminfo").exists():
-        return min(_linux_available(), _cgroup_available())
-    try:
-        total = os.sysconf("SC_PHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError) as error:
-        raise ConfigError(
-            "free memory cannot be read on this system: set kv_cache_memory in bytes"
-        ) from error
-    return total // 2
-
-
-def _linux_available() -> int:
-    for line in Path("/proc/meminfo").read_text().splitlines():
-        if line.startswith("MemAvailable:"):
-            return int(line.split()[1]) * 1024
-    raise ConfigError("/proc/meminfo names no MemAvailable: set kv_cache_memory in bytes")
-
-
-def _cgroup_available() -> int:
-    root = Path("/sys/fs/cgroup")
-    limit, used = root / "memory.max", root / "memory.current"
-    if not limit.exists() or limit.read_text().strip() == "max":
-        return 2**62
-    return max(0, int(limit.read_text()) - int(used.read_text()))

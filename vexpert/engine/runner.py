@@ -8,6 +8,7 @@ import torch
 from vexpert.engine.adapters import AdapterSource
 from vexpert.engine.decode_rows import block_tables
 from vexpert.engine.graphs import DecodeGraphs
+from vexpert.engine.host_copy import Largest
 from vexpert.engine.request import Sequence
 from vexpert.engine.scheduler import Chunk
 from vexpert.engine.staging import Staging
@@ -24,12 +25,13 @@ class PromptRows(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Logits of one step, float32."""
+    """Logits of one step: in the model's own dtype on a GPU, else float32."""
 
     sampled: list[Sequence]  # sequences whose next token is due
     sample_logits: torch.Tensor  # [len(sampled), V]
     prompt_rows: list[PromptRows]
     prompt_logits: torch.Tensor  # [sum of sizes, V]
+    largest: Largest | None = None  # of `sample_logits`, where it is known
 
 
 class Runner:
@@ -59,11 +61,12 @@ class Runner:
         """
         sampled = [c.sequence for c in chunks if c.start + c.size == len(c.sequence.tokens)]
         prompt_rows = [rows for chunk in chunks if (rows := _prompt_rows(chunk)).size > 0]
-        logits = None
         if self._graphs is not None and not prompt_rows and _is_decode(chunks, sampled):
-            logits = self._graphs.run(chunks, chosen)
-        if logits is None:
-            logits = self._run_eagerly(chunks, prompt_rows, chosen)
+            decoded = self._graphs.run(chunks, chosen)
+            if decoded is not None:
+                logits, largest = decoded
+                return StepResult(sampled, logits, prompt_rows, logits[:0], largest)
+        logits = self._run_eagerly(chunks, prompt_rows, chosen)
         split = len(sampled)
         return StepResult(sampled, logits[:split], prompt_rows, logits[split:])
 
@@ -72,7 +75,10 @@ class Runner:
     ) -> torch.Tensor:
         if self._graphs is not None:
             self._graphs.forget_rows()
-        return self._model.forward(self._step_input(chunks, prompt_rows, chosen))
+        step = self._step_input(chunks, prompt_rows, chosen)
+        # On a GPU the sampler's kernels take any dtype; PyTorch's sampling on a CPU wants float32.
+        is_cuda = self._model.info.device.type == "cuda"
+        return self._model.raw_logits(step) if is_cuda else self._model.forward(step)
 
     def _step_input(
         self, chunks: list[Chunk], prompt_rows: list[PromptRows], chosen: torch.Tensor | None

@@ -1,16 +1,27 @@
 """From logits to tokens: one token for each sequence that has its whole context computed."""
 
-from typing import NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 import torch
 
-from vexpert.engine.grammar import mask_logits
-from vexpert.engine.host_copy import HostCopy
-from vexpert.engine.logit_adjust import add_biases, apply_min_p, apply_penalties, keep_top
+from vexpert.engine.grammar import BITS, fill_mask, mask_logits
+from vexpert.engine.host_copy import HostCopy, Landing, Largest, to_device
+from vexpert.engine.logit_adjust import (
+    add_biases,
+    apply_min_p,
+    apply_penalties,
+    bias_changes,
+    keep_top,
+    penalty_changes,
+)
 from vexpert.engine.logprobs import LogprobsCopy, TokenLogprobs
-from vexpert.engine.sampler_rows import SamplerRows
+from vexpert.engine.sampler_rows import SamplerRows, find_matchers
 from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.models.types import ModelInfo
+
+if TYPE_CHECKING:
+    from vexpert.kernels.argmax import Scratch
 
 NO_TOKEN = -1  # of a row whose logits, as adjusted, are not a distribution
 
@@ -25,10 +36,17 @@ class Sampled(NamedTuple):
 class Sampling:
     """Tokens that the device chooses now, and the host gets later."""
 
-    def __init__(self, tokens: torch.Tensor, report: LogprobsCopy | None, asked: list[int]) -> None:
-        """`report`: log-probabilities of the rows `asked`."""
+    def __init__(
+        self,
+        tokens: torch.Tensor,
+        report: LogprobsCopy | None,
+        asked: list[int],
+        landing: Landing | None = None,
+    ) -> None:
+        """`report`: log-probabilities of the rows `asked`. `landing`: the tokens; None: not yet."""
         self.tokens = tokens  # [n] int64, on the device
-        self._copy = HostCopy([tokens])
+        # The next step may write its own there: on a GPU, after this copy.
+        self._copy = landing or HostCopy([tokens if tokens.is_cuda else tokens.clone()])
         self._report = report
         self._asked = asked
 
@@ -49,25 +67,42 @@ class Sampler:
     its cumulative distribution: a row's tokens depend on nothing else in the batch.
     """
 
-    def __init__(self, seed: int) -> None:
+    def __init__(self, seed: int, use_kernels: bool | None = None) -> None:
+        """`use_kernels`: where the logits are on a GPU, unless given."""
         self._generator = torch.Generator().manual_seed(seed)
         self._rows: SamplerRows | None = None  # of the last call
+        self._use_kernels = use_kernels
+        self._scratch: Scratch | None = None  # of the kernel that finds the largest
 
     def sample(self, logits: torch.Tensor, rows: list[SamplerState]) -> Sampled:
-        """`logits` [n, V] float32, unchanged; waits for the device.
+        """`logits` [n, V], float32 on a CPU, unchanged; waits for the device.
 
         A row gets NO_TOKEN if a logit is NaN or +inf, or none is finite, after all adjustments.
         """
         return self.begin(logits, rows).wait()
 
-    def begin(self, logits: torch.Tensor, rows: list[SamplerState]) -> Sampling:
-        """The same without the wait; `logits` may change once it returns."""
+    def begin(
+        self,
+        logits: torch.Tensor,
+        rows: list[SamplerState],
+        largest: Largest | None = None,
+    ) -> Sampling:
+        """The same without the wait; `logits` may change once it returns.
+
+        `largest`, where kernels are used: of `logits`, where it is known. On the device it becomes
+        the chosen tokens, in place.
+        """
         if self._rows is None or self._rows.states != rows:
             self._rows = SamplerRows(rows, logits.device)
         seen = self._rows
-        if seen.are_plain():
-            return Sampling(_largest(logits), None, [])
-        tokens = self._choose(self._adjust(logits, rows), seen)
+        if seen.are_plain() and largest is not None:
+            return Sampling(largest.tokens, None, [], largest.landing)
+        if logits.is_cuda if self._use_kernels is None else self._use_kernels:
+            known = None if largest is None else largest.tokens
+            tokens = self._choose_by_kernels(logits, seen, known)
+        else:
+            assert largest is None, "it is only known where kernels are used"
+            tokens = self._choose(self._adjust(logits, rows), seen)
         asked = seen.asked
         report = None
         if asked:
@@ -75,10 +110,19 @@ class Sampler:
             report = LogprobsCopy(part, seen.of(tokens, asked).clamp(min=0), seen.counts)
         return Sampling(tokens, report, asked)
 
-    def rehearse(self, vocab_size: int, device: torch.device) -> None:
-        """Draw one token of nothing: on a GPU the kernel is compiled."""
-        state = SamplerState(SamplingParams(seed=0), [], ())
-        self.begin(torch.zeros(1, vocab_size, device=device), [state])
+    def rehearse(self, info: ModelInfo) -> None:
+        """Choose tokens of nothing: on a GPU the kernels are compiled."""
+        logits = torch.zeros(1, info.vocab_size, dtype=info.logits_dtype, device=info.device)
+        for temperature in (0.0, 1.0):
+            for bias in ({}, {0: 1.0}):
+                params = SamplingParams(seed=0, temperature=temperature, logit_bias=bias)
+                self.begin(logits, [SamplerState(params, [], ())])
+        if info.device.type == "cuda":
+            from vexpert.kernels.adjust_logits import mask_rows  # needs Triton
+
+            words = -(-info.vocab_size // BITS)
+            mask = torch.zeros(1, words, dtype=torch.int32, device=info.device)
+            mask_rows(logits.float(), torch.zeros(1, dtype=torch.int64, device=info.device), mask)
 
     def _adjust(self, logits: torch.Tensor, rows: list[SamplerState]) -> torch.Tensor:
         if not any(row.is_adjusted for row in rows):
@@ -86,7 +130,7 @@ class Sampler:
         logits = logits.clone()
         add_biases(logits, rows)
         apply_penalties(logits, rows)
-        matchers = [(i, row.matcher) for i, row in enumerate(rows) if row.matcher is not None]
+        matchers = find_matchers(rows)
         if matchers:
             mask_logits(logits, matchers)
         return logits
@@ -94,10 +138,7 @@ class Sampler:
     def _choose(self, logits: torch.Tensor, rows: SamplerRows) -> torch.Tensor:
         if not rows.drawn:
             return _largest(logits)
-        if logits.is_cuda:
-            drawn = self._draw_on_gpu(logits, rows)
-        else:
-            drawn = self._draw(rows.of(logits, rows.drawn), rows)
+        drawn = self._draw(rows.of(logits, rows.drawn), rows)
         if len(rows.drawn) == len(rows.states):
             return drawn
         tokens = _largest(logits)
@@ -121,16 +162,52 @@ class Sampler:
         tokens = torch.searchsorted(cumulative, target, right=True)
         return torch.where(total.isfinite(), tokens, NO_TOKEN)[:, 0]
 
-    def _draw_on_gpu(self, logits: torch.Tensor, rows: SamplerRows) -> torch.Tensor:
-        """The same from all logits [n, V], in one launch, whatever the options."""
+    def _choose_by_kernels(
+        self, logits: torch.Tensor, rows: SamplerRows, largest: torch.Tensor | None
+    ) -> torch.Tensor:
+        """The tokens [n], in place of `largest` if it is given; see `begin`."""
         from vexpert.kernels.sample import sample  # needs Triton
 
-        uniforms = self._uniforms(rows).to(logits.device, non_blocking=True)
-        return sample(logits, rows.index(rows.drawn), rows.sample_limits, uniforms)
+        tokens, is_known = largest, largest is not None
+        if rows.are_adjusted():
+            logits, is_known = _adjust_by_kernels(logits, rows), False
+        if len(rows.drawn) < len(rows.states) and not is_known:
+            tokens = self._largest_by_kernel(logits, tokens)
+        if tokens is None:
+            tokens = torch.empty(len(logits), dtype=torch.int64, device=logits.device)
+        if rows.drawn:
+            uniforms = self._uniforms(rows).to(logits.device, non_blocking=True)
+            sample(logits, rows.index(rows.drawn), rows.sample_limits, uniforms, tokens)
+        return tokens
+
+    def _largest_by_kernel(self, logits: torch.Tensor, tokens: torch.Tensor | None) -> torch.Tensor:
+        """What `_largest` gives, in `tokens` [n] if they are given."""
+        from vexpert.kernels.argmax import Scratch, argmax_rows  # needs Triton
+
+        rows, vocab = logits.shape
+        if self._scratch is None or not self._scratch.holds(rows, vocab):
+            self._scratch = Scratch.empty(rows, vocab, logits.device)
+        return argmax_rows(logits, self._scratch, tokens)
 
     def _uniforms(self, rows: SamplerRows) -> torch.Tensor:
         """One number of [0, 1) for each drawn row, float64 [d], on the host."""
         return rows.uniforms(self._generator)
+
+
+def _adjust_by_kernels(logits: torch.Tensor, rows: SamplerRows) -> torch.Tensor:
+    """A copy of `logits` as biases, penalties and grammars leave them, float32."""
+    from vexpert.kernels.adjust_logits import change_logits, mask_rows  # needs Triton
+
+    device = logits.device
+    logits = logits.to(torch.float32, copy=True)
+    for changes in (bias_changes(rows.states), penalty_changes(rows.states)):
+        if changes is not None:
+            change_logits(logits, to_device(changes.packed(), device))
+    if rows.matchers:
+        constrained = rows.index([row for row, _ in rows.matchers])
+        mask = fill_mask([matcher for _, matcher in rows.matchers], logits.shape[1])
+        mask_rows(logits, constrained, to_device(mask, device))
+    return logits
 
 
 def _largest(logits: torch.Tensor) -> torch.Tensor:

@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
+from vexpert.engine.grammar import Matcher
 from vexpert.engine.sampler_state import SamplerState
 
 if TYPE_CHECKING:
@@ -37,6 +38,11 @@ class TopLimits:
         )
 
 
+def find_matchers(states: Sequence[SamplerState]) -> list[tuple[int, Matcher]]:
+    """The rows that a grammar constrains, each with its matcher."""
+    return [(i, row.matcher) for i, row in enumerate(states) if row.matcher is not None]
+
+
 class SamplerRows:
     """What the sampler knows of `states` whatever their logits. Tensors are on `device`."""
 
@@ -51,11 +57,16 @@ class SamplerRows:
         self.asked = [i for i, row in enumerate(states) if row.params.logprobs is not None]
         self.counts = [states[i].params.logprobs or 0 for i in self.asked]
         self._is_simple = not self.drawn and not self.asked
+        self.matchers = find_matchers(states)
         self._may_adjust = [row for row in states if row.may_adjust]
 
     def are_plain(self) -> bool:
         """Whether all next tokens are the argmax of the raw logits, and nothing is reported."""
-        return self._is_simple and not any(row.is_adjusted for row in self._may_adjust)
+        return self._is_simple and not self.are_adjusted()
+
+    def are_adjusted(self) -> bool:
+        """Whether biases, penalties or a grammar change the logits of any row."""
+        return any(row.is_adjusted for row in self._may_adjust)
 
     def index(self, rows: list[int]) -> torch.Tensor:
         """`rows` as a tensor."""

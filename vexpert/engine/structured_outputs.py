@@ -12,6 +12,7 @@ PARAM = "structured_outputs"
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_CHARACTERS = 65536  # of a schema, a grammar or all choices together: compiles in about 1 s
 MAX_REGEX = 8192  # characters
+MAX_WHITESPACE = 32  # characters in a row between two parts of a JSON document
 
 
 class _Fault(ValueError):

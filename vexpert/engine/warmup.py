@@ -48,7 +48,7 @@ def warm_up(
             from vexpert.kernels.compile_ahead import compile_only  # needs Triton
 
             with compile_only():
-                sampler.rehearse(model.info.vocab_size, model.info.device)
+                sampler.rehearse(model.info)
                 if graphs is not None:
                     graphs.rehearse()
                 run_steps(model, extent)

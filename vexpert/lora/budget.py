@@ -1,11 +1,9 @@
 """How many bytes of device memory adapters may take."""
 
-import os
-from pathlib import Path
-
 import torch
 
 from vexpert.config import EngineConfig
+from vexpert.free_memory import free_host_memory
 from vexpert.lora.host_memory import SLAB_BYTES
 from vexpert.lora.pack import align_up, packed_elements, start_alignment
 from vexpert.lora.types import (
@@ -54,15 +52,7 @@ def full_adapter_bytes(targets: TargetMap, device: torch.device, dtype: torch.dt
 
 def free_bytes(device: torch.device) -> int:
     """Memory that is free now on `device`."""
-    if device.type == "cuda":
-        return torch.cuda.mem_get_info(device)[0]
-    meminfo = Path("/proc/meminfo")
-    if meminfo.exists():
-        for line in meminfo.read_text().splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
-    # No such count elsewhere (macOS): assume that half of the machine's memory is free.
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") // 2
+    return torch.cuda.mem_get_info(device)[0] if device.type == "cuda" else free_host_memory()
 
 
 def slot_count(config: EngineConfig, device: torch.device) -> int:

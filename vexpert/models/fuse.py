@@ -13,8 +13,10 @@ from vexpert.kernels.norm_router import Scratch
 from vexpert.log import get_logger
 from vexpert.lora.layers import LoraPackedLinear
 from vexpert.models import fused_record
+from vexpert.models.attention import StepContext
 from vexpert.models.experts import ExpertsLayer
 from vexpert.models.fused_attention import PROJECTIONS, FusedAttention, recognise_attention
+from vexpert.models.fused_embedding import FusedEmbedding, recognise_embedding
 from vexpert.models.fused_layer import FusedLayer, recognise_layer
 from vexpert.models.fused_norm import FusedNorm, recognise_norm
 from vexpert.models.fused_record import Records, record
@@ -40,6 +42,7 @@ class Fusions:
         self.rotaries: dict[nn.Module, FusedRotary] = {}
         self.routers: dict[nn.Module, FusedRouter] = {}
         self.layers: dict[nn.Module, FusedLayer] = {}
+        self.embedding: tuple[str, FusedEmbedding] | None = None  # and its path
         self.kept: Counter[str] = Counter()
 
     def keep(self, module: nn.Module, reason: str) -> None:
@@ -59,11 +62,14 @@ class Fusions:
             for module, forward in fused.items():
                 module.forward = forward
 
-    def pack(self, backend: LoraBackend) -> None:
-        """Make q, k and v one product each, and o the backend's.
+    def pack(self, model: nn.Module, backend: LoraBackend, context: StepContext) -> None:
+        """Make q, k and v one product each, o the backend's, and fuse the embedding.
 
-        Comes after LoRA-aware modules took their places.
+        Comes after LoRA-aware modules took their places in `model`.
         """
+        if self.embedding is not None:
+            path, embedding = self.embedding
+            embedding.install(model.get_submodule(path), context)
         for module, fused in self.attentions.items():
             linears = [getattr(module, name) for name in PROJECTIONS]
             try:
@@ -79,6 +85,8 @@ class Fusions:
             "fused: %d norms, %d attention modules, %d routers, %d decoder layers",
             *(len(self.norms), len(self.attentions), len(self.routers), len(self.layers)),
         )
+        if self.embedding is not None:
+            logger.info("fused: the embedding with the norm of it")
         for reason, count in self.kept.items():
             logger.info("not fused: %d of %s", count, reason)
 
@@ -103,6 +111,7 @@ def fuse(
     _fuse_routers(model, experts, records, fusions)
     of_module = {model.get_submodule(path): layer for path, layer in experts.items()}
     _fuse_layers(model, modules, records, of_module, fusions)
+    _fuse_embedding(model, records, fusions)
     fusions.install()
     return fusions
 
@@ -142,6 +151,17 @@ def _fuse_rotaries(model: Any, records: Records, fusions: Fusions) -> None:
                 fusions.keep(module, found)
             else:
                 fusions.rotaries[module] = found
+
+
+def _fuse_embedding(model: Any, records: Records, fusions: Fusions) -> None:
+    module = model.get_input_embeddings()
+    known = fusions.norms, fusions.rotaries
+    found = recognise_embedding(module, records, *known, fusions.pdl)
+    if isinstance(found, str):
+        fusions.keep(module, found)
+        return
+    path = next(path for path, each in model.named_modules() if each is module)
+    fusions.embedding = path, found
 
 
 def _fuse_routers(

@@ -80,10 +80,10 @@ def serve(
     else:
         swap_head(model)
         targets = TargetMap(text.model_type, type(model).__name__, {}, ())
-    if fusions is not None:
-        fusions.pack(backend)
-        fusions.report()
     context = StepContext()
+    if fusions is not None:
+        fusions.pack(model, backend, context)
+        fusions.report()
     layers = _attach_attention(seen, context, backend.name == "triton")
     by_index = {
         call.layer_idx: layer
@@ -184,4 +184,5 @@ def _info(
         device=device,
         weight_bytes=sum(p.numel() * p.element_size() for p in model.parameters()),
         cache_bytes_per_token=elements * dtype.itemsize,
+        logits_dtype=seen.logits_dtype,
     )

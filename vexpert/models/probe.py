@@ -42,6 +42,7 @@ class Probe:
     rows: dict[str, set[int]] = field(default_factory=dict)  # of each Linear's inputs, by path
     on_context: set[str] = field(default_factory=set)  # Linear modules that expand latents
     vocab_size: int = 0
+    logits_dtype: torch.dtype = torch.float32
     is_compileable: bool = False
     _updated: tuple[torch.Tensor, torch.Tensor, int] | None = None
     _expanding: list[str] = field(default_factory=list)
@@ -187,5 +188,5 @@ def observe(model: Any, cache_name: str, num_layers: int) -> Probe:
             f"{type(model).__name__}: {len(modules)} of its {num_layers} layers run attention "
             "through AttentionInterface; others keep a state that is not a KV cache"
         )
-    probe.vocab_size = logits.shape[-1]
+    probe.vocab_size, probe.logits_dtype = logits.shape[-1], logits.dtype
     return probe

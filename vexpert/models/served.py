@@ -65,7 +65,7 @@ class TransformersModel:
         inputs = {
             "input_ids": step.token_ids[None],
             "position_ids": step.positions[None],
-            "logits_to_keep": step.logit_rows,
+            "logits_to_keep": 0 if step.wants_all else step.logit_rows,  # 0: all, without a copy
             "use_cache": False,
             self.cache_name: self.cache,
         }

@@ -22,6 +22,7 @@ class ModelInfo:
     device: torch.device
     weight_bytes: int
     cache_bytes_per_token: int  # all layers
+    logits_dtype: torch.dtype = torch.float32  # of `raw_logits`
 
 
 @dataclass(frozen=True)
@@ -40,6 +41,7 @@ class StepInput:
     lora: BatchView | None
     query_starts: torch.Tensor | None = None  # [B + 1] int64, on the device: sums of query_lens
     kv_lens: torch.Tensor | None = None  # [B] int64, on the device: context_lens
+    wants_all: bool = False  # whether `logit_rows` are all rows of the step, in order
 
     def attention_batch(self, block_size: int) -> AttentionBatch:
         """The step as attention kernels take it; makes the device arrays if they are not given."""

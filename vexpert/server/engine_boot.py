@@ -33,9 +33,7 @@ def build_engine(
 def _load(engine: EngineProtocol, module: LoraModule) -> None:
     call = engine.register_adapter if module.lazy else engine.load_adapter
     options = {"lora_B_layout": module.lora_B_layout, "pinned": module.pinned}
-    info = call(module.name, module.path, **options)
-    size = info.host_bytes / 2**20
-    logger.info("adapter %s: rank %d, %.2f MiB, %s", info.name, info.rank, size, info.path)
+    call(module.name, module.path, **options)
 
 
 def _register(engine: EngineProtocol, module: LoraModule) -> None:

@@ -15,13 +15,21 @@ from vexpert.server.progress import (
     OverloadedError,
     RequestTimeoutError,
     ShuttingDownError,
+    SlowReaderError,
 )
+from vexpert.server.unserved import no_such_method, no_such_route
 from vexpert.server.validation import explain
 
 logger = get_logger(__name__)
 
 
-SERVER_ERRORS = (EngineFailedError, OverloadedError, RequestTimeoutError, ShuttingDownError)
+SERVER_ERRORS = (
+    EngineFailedError,
+    OverloadedError,
+    RequestTimeoutError,
+    ShuttingDownError,
+    SlowReaderError,
+)
 
 
 class ApiError(Exception):
@@ -70,6 +78,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(str(error), 503, code="shutting_down", retry_after=5)
         case RequestTimeoutError():
             return ApiError(str(error), 504, code="timeout")
+        case SlowReaderError():
+            return ApiError(str(error), 408, code="slow_reader")
         case VexpertError():
             return ApiError(str(error), 400)
         case EngineFailedError():
@@ -86,12 +96,27 @@ def error_response(error: Exception) -> JSONResponse:
     told = api_error(error)
     body = error_object(told.message, told.status, told.param, told.code)
     headers = {"WWW-Authenticate": "Bearer"} if told.status == 401 else {}
+    if isinstance(error, HTTPException):
+        headers |= dict(error.headers or {})
     if told.retry_after is not None:
         headers["Retry-After"] = str(told.retry_after)
     return JSONResponse(body, told.status, headers)
 
 
 async def _refuse(request: Request, error: Exception) -> JSONResponse:
+    return error_response(error)
+
+
+async def _refuse_http(request: Request, error: Exception) -> JSONResponse:
+    """Starlette's own refusals: of a path or a method that no route has, in more words."""
+    assert isinstance(error, HTTPException)
+    method, path = request.method, request.url.path
+    if error.status_code == 404 and "endpoint" not in request.scope:
+        return error_response(ApiError(no_such_route(method, path), 404, code="not_served"))
+    if error.status_code == 405:
+        allowed = (error.headers or {}).get("Allow", "")
+        detail = no_such_method(method, path, allowed)
+        return error_response(HTTPException(405, detail, error.headers))
     return error_response(error)
 
 
@@ -103,6 +128,7 @@ async def _refuse_invalid(request: Request, error: Exception) -> JSONResponse:
 
 def install_error_handlers(app: FastAPI) -> None:
     """Answer every expected error of `app` with an OpenAI error object."""
-    for kind in (ApiError, VexpertError, HTTPException, *SERVER_ERRORS):
+    for kind in (ApiError, VexpertError, *SERVER_ERRORS):
         app.add_exception_handler(kind, _refuse)
+    app.add_exception_handler(HTTPException, _refuse_http)
     app.add_exception_handler(RequestValidationError, _refuse_invalid)

@@ -7,6 +7,8 @@ from typing import Any
 from vexpert.engine.outputs import LogprobRow
 from vexpert.errors import RequestError
 
+OBJECT_BYTES = 256  # of a token, or a log-probability, with what it is kept in; measured
+
 
 class EngineFailedError(RuntimeError):
     """The engine has ended, or failed; no request can be answered unless it starts again."""
@@ -35,6 +37,10 @@ class RequestTimeoutError(RuntimeError):
         super().__init__(f"the answer was not complete after {seconds} seconds; ask for less")
 
 
+class SlowReaderError(RuntimeError):
+    """A client reads its stream so slowly that too much of it would have to be kept."""
+
+
 @dataclass(frozen=True)
 class Delta:
     """What one completion gained since the last update."""
@@ -56,8 +62,19 @@ class Update:
     num_cached_tokens: int
     prompt_logprobs: list[LogprobRow | None] | None
 
+    def size(self) -> int:
+        """Bytes that it takes in memory, roughly."""
+        return OBJECT_BYTES * sum(_objects(delta) for delta in self.deltas)
 
-Failure = EngineFailedError | ShuttingDownError | RequestError  # of all requests, or of one
+
+def _objects(delta: Delta) -> int:
+    rows = delta.logprobs or ()
+    return 1 + len(delta.token_ids) + sum(1 + len(row) for row in rows)
+
+
+Failure = (  # of all requests, or of one
+    EngineFailedError | ShuttingDownError | RequestTimeoutError | SlowReaderError | RequestError
+)
 Sink = Callable[[Update | Failure], Any]
 
 

@@ -75,6 +75,7 @@ ALL_SHAPES = (
     ModelShape("qwen3-30b-a3b-8l", 2048, 768, 128, 8, 32, 4, 128, 8, 32_000),
     ModelShape("qwen3-30b-a3b", 2048, 768, 128, 8, 32, 4, 128, 48, 151_936),
     ModelShape("small", 256, 256, 32, 4, 8, 4, 32, 8, 32_000),
+    ModelShape("mini", 128, 96, 16, 4, 4, 2, 32, 4, 2_000),
     ModelShape("tiny", 64, 48, 8, 2, 4, 2, 16, 2, 500),
 )
 SHAPES = {shape.name: shape for shape in ALL_SHAPES}
@@ -88,12 +89,17 @@ def find_model_shape(name: str) -> ModelShape:
 
 
 def write_model(folder: Path, shape: ModelShape) -> None:
-    """Config and a tokenizer of words t0, t1, ...; for load_format="dummy"."""
+    """Config and tokenizer; for load_format="dummy"."""
+    shape.config().save_pretrained(folder)
+    write_tokenizer(folder, shape.vocab)
+
+
+def write_tokenizer(folder: Path, vocab: int) -> None:
+    """A tokenizer of `vocab` words t0, t1, ..."""
     from tokenizers import Tokenizer, models, pre_tokenizers
     from transformers import PreTrainedTokenizerFast
 
-    shape.config().save_pretrained(folder)
-    words = {f"t{i}": i for i in range(shape.vocab)}
+    words = {f"t{i}": i for i in range(vocab)}
     tokenizer = Tokenizer(models.WordLevel(words, unk_token="t0"))
     tokenizer.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
     fast = PreTrainedTokenizerFast(tokenizer_object=tokenizer, bos_token="t0", eos_token="t1")
@@ -124,3 +130,11 @@ def write_adapter(folder: Path, shape: ModelShape, rank: int, seed: int) -> int:
     names = [*shape.linears(), *shape.expert()]
     (folder / "adapter_config.json").write_text(json.dumps(fields | {"target_modules": names}))
     return sum(x.nbytes for x in tensors.values())
+
+
+def link_adapter(folder: Path, to: Path) -> Path:
+    """Another folder with the same files: other bytes would take no other time."""
+    folder.mkdir()
+    for file in to.iterdir():
+        (folder / file.name).symlink_to(file)
+    return folder

@@ -1,13 +1,8 @@
-"""The cells as a table: base, LoRA, their ratio, and what the floor of the bytes allows."""
+"""The cells as a table: base, LoRA, their ratio, what the floor of the bytes allows, and vLLM."""
 
 from dataclasses import dataclass
 
 from vexpert.bench.engine.cells import Cell, Timing
-
-HEADING = (
-    f"{'cell':22}{'adapters':>9}{'tokens/s':>11}{'ms':>9}{'of base':>9}{'floor':>7}"
-    f"{'vLLM':>9}{'vLLM LoRA':>11}"
-)
 
 # One H200, vLLM 0.25.1, the same model, lengths and adapters (32 slots), 2026-11-29: tokens/s.
 VLLM: dict[tuple[str, int, int], float] = {
@@ -26,6 +21,19 @@ def is_peers_model(shape: str, rank: int) -> bool:
 
 
 @dataclass(frozen=True)
+class Columns:
+    """Which columns have figures for this model; the others are not printed."""
+
+    has_floor: bool
+    has_peer: bool
+
+    def heading(self) -> str:
+        words = f"{'cell':22}{'adapters':>9}{'tokens/s':>11}{'ms':>9}{'of base':>9}"
+        words += f"{'floor':>7}" if self.has_floor else ""
+        return words + (f"{'vLLM':>10}{'vLLM LoRA':>11}" if self.has_peer else "")
+
+
+@dataclass(frozen=True)
 class CellRow:
     """One line. `server`: "base" (LoRA off) or "lora"."""
 
@@ -34,24 +42,23 @@ class CellRow:
     timing: Timing
     base: Timing | None  # the same cell without adapters on the server with LoRA off, if timed
     floor: float | None  # the share of base that the bytes allow
-    has_peer: bool
 
     @property
     def ratio(self) -> float | None:
         return None if self.base is None else self.base.median / self.timing.median
 
-    def line(self) -> str:
+    def line(self, columns: Columns) -> str:
         cell = self.cell
         adapters = str(cell.adapters) if self.server == "lora" else "off"
         parts = [f"{cell.kind} {cell.batch} x {cell.input_len}".ljust(22), f"{adapters:>9}"]
         parts.append(f"{self.timing.tokens_per_second(cell):>11.0f}")
         parts.append(f"{1e3 * self.timing.median:>9.3f}")
         parts.append(f"{self.ratio:>9.1%}" if self.ratio is not None else " " * 9)
-        parts.append(f"{self.floor:>7.0%}" if self.floor is not None else " " * 7)
-        key = cell.kind, cell.batch
-        for count in (0, cell.adapters) if self.has_peer else ():
-            figure = VLLM.get((*key, count))
-            parts.append(f"{figure:>10.0f}" if figure else " " * 10)
+        if columns.has_floor:
+            parts.append(f"{self.floor:>7.0%}" if self.floor is not None else " " * 7)
+        for count, width in ((0, 10), (cell.adapters, 11)) if columns.has_peer else ():
+            figure = VLLM.get((cell.kind, cell.batch, count))
+            parts.append(f"{figure:>{width}.0f}" if figure else " " * width)
         return "".join(parts).rstrip()
 
     def as_json(self) -> dict[str, object]:

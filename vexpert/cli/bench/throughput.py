@@ -15,6 +15,7 @@ from vexpert.cli.progress import progress
 from vexpert.cli.serve import add_lora_modules, resolve_model
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
+from vexpert.demo import DEMO_NAME
 from vexpert.errors import ConfigError
 from vexpert.log import quiet_libraries
 from vexpert.server.interface import LoraModule
@@ -23,6 +24,7 @@ if TYPE_CHECKING:
     from vexpert.bench.engine.cells import Cell, Mix, Timing
     from vexpert.bench.engine.files import ModelShape
 
+LEGEND = "adapters: in one batch; off: LoRA switched off, which `of base` compares with"
 KV_TOKENS = 1 << 19  # of a shape's cache, in all: more than any cell needs
 
 
@@ -46,7 +48,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--prefill", nargs="*", default=[], metavar="BxN", help="prompts to time alone: 16x512"
     )
     group.add_argument(
-        "--adapters", **numbers, help="in one batch; 0: base requests; default: 0 and all given"
+        "--adapters", **numbers, help="in one batch; 0: base requests; default: 0 and all that fit"
     )
     group.add_argument("--popularity", default="distinct", help="of adapters: distinct (default),"
                        " uniform, zipf, identical")  # fmt: skip
@@ -118,15 +120,21 @@ def _cells(args: argparse.Namespace, given: int) -> list["Cell"]:
     for name in ("input_len", "output_len", "repeats", "lora_rank"):
         if getattr(args, name) < 1:
             raise ConfigError(f"{name}={getattr(args, name)}: must be at least 1")
-    counts = args.adapters if args.adapters is not None else sorted({0, given})
-    for count in counts:
+    for count in args.adapters or ():
         if not 0 <= count <= given:
             raise ConfigError(f"adapters={count}: {given} are given; see --lora-modules")
     shapes = [(batch, args.input_len, args.output_len) for batch in args.num_prompts]
     shapes += [(*_prefill(word), 0) for word in args.prefill]
-    cells = [Cell(*shape, count) for shape in shapes for count in counts if count <= shape[0]]
-    if not cells or min(cell.batch for cell in cells) < 1:
+    if not shapes or min(batch for batch, _, _ in shapes) < 1:
         raise ConfigError("num_prompts and prefill: give batch sizes of at least 1")
+    cells = [
+        Cell(*shape, count)
+        for shape in shapes
+        for count in args.adapters or sorted({0, min(given, shape[0])})
+        if count <= shape[0]
+    ]
+    if not cells:
+        raise ConfigError(f"adapters={min(args.adapters)}: more than any batch has requests")
     return cells
 
 
@@ -146,25 +154,29 @@ def _report(
     cells: Sequence["Cell"],
     mix: "Mix",
 ) -> int:
-    from vexpert.bench.engine.report import HEADING, CellRow, is_peers_model
+    from vexpert.bench.engine.report import CellRow, Columns, is_peers_model
 
     alone = [dataclasses.replace(cell, adapters=0) for cell in cells]
-    peers = shape is not None and is_peers_model(shape.name, rank)
+    columns = Columns(
+        has_floor=shape is not None,
+        has_peer=shape is not None and is_peers_model(shape.name, rank),
+    )
     rows: list[CellRow] = []
 
     def show(row: CellRow) -> None:
         rows.append(row)
-        print(row.line(), flush=True)
+        print(row.line(columns), flush=True)
 
     base = _measure(args, dataclasses.replace(config, enable_lora=False), [], alone, mix)
-    print(HEADING)
+    print(LEGEND)
+    print(columns.heading())
     for cell, timing in base.items():
-        show(CellRow(cell, "base", timing, None, None, peers))
+        show(CellRow(cell, "base", timing, None, None))
     lora = _measure(args, config, modules, cells, mix) if config.enable_lora else {}
     for cell, timing in lora.items():
         floor = _floor(shape, cell, rank, mix)
         beside = base[dataclasses.replace(cell, adapters=0)]
-        show(CellRow(cell, "lora", timing, beside, floor, peers))
+        show(CellRow(cell, "lora", timing, beside, floor))
     _print_json(args, rows, shape, rank, mix)
     return 0
 
@@ -225,7 +237,7 @@ def _print_json(
     name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     result = {
         **describe(torch.device(name)),
-        "model": args.model or (shape.name if shape else "demo"),
+        "model": args.model or (shape.name if shape else DEMO_NAME),
         "lora_rank": rank,
         "popularity": mix.popularity,
         "base_share": mix.base_share,

@@ -5,12 +5,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
+from vexpert.errors import RequestError
 from vexpert.server.protocol.fields import StrictModel, only, refusal
 from vexpert.server.protocol.tools import ToolCall
 
 OLD_FUNCTIONS = "the old function calls are not served; use tools"
 TEXT_ONLY = "this server takes and gives text only"
+# Arguments of apply_chat_template that are not variables of a template.
+RESERVED = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
+    "documents", "max_length", "messages", "padding", "return_assistant_tokens_mask",
+    "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs",
+    "tools", "truncation",
+}  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_template_variables(given: dict[str, Any] | None) -> None:
+    """Raise RequestError where `chat_template_kwargs` holds more than variables of a template."""
+    reserved = sorted(RESERVED & set(given or {}))
+    if reserved:
+        message = f"chat_template_kwargs: {', '.join(reserved)} cannot be set here"
+        raise RequestError(message, "chat_template_kwargs")
 
 
 class TextPart(StrictModel):
@@ -51,6 +67,7 @@ class Message(StrictModel):
     tool_calls: list[ToolCall] | None = None
     tool_call_id: str | None = None
     refusal: Annotated[Any, only("an assistant's refusal cannot be replayed; use content")] = None
+    annotations: Annotated[Any, only(TEXT_ONLY, [])] = None  # null in an answer sent back whole
     audio: Annotated[Any, only(TEXT_ONLY)] = None
     function_call: Annotated[Any, only(OLD_FUNCTIONS)] = None
 

@@ -3,8 +3,8 @@
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from vexpert.server.errors import ApiError
 from vexpert.server.prompts import Conversation, Prompt
+from vexpert.server.protocol.message import check_template_variables
 from vexpert.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -36,6 +36,7 @@ async def _prompt(service: Service, body: TokenizeRequest) -> Prompt:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return (await service.prompts.plain([body.prompt], special))[0]
+    check_template_variables(body.chat_template_kwargs)
     adapter = None if body.model is None else await service.adapter_of(body.model)
     folder = None if adapter is None else await service.engine.adapter_folder(adapter)
     assert body.messages is not None
@@ -60,10 +61,3 @@ async def _check_model(service: Service, request: Request, model: str | None) ->
     adapter = await service.adapter_of(model)
     if adapter is not None and await service.engine.adapter_folder(adapter) is None:
         raise await service.unknown_model(request, model)
-
-
-@router.post("/v1/embeddings", include_in_schema=False)
-async def embeddings() -> None:
-    """Refuse: the models served here write text."""
-    message = "embeddings are not served: this server generates text; use /v1/chat/completions"
-    raise ApiError(message, 400, code="not_served")

@@ -4,6 +4,8 @@ import json
 from dataclasses import dataclass
 from typing import Any
 
+from vexpert.engine.structured_outputs import MAX_WHITESPACE
+
 
 @dataclass(frozen=True)
 class ToolFormat:
@@ -59,14 +61,19 @@ FORMATS = {
 def calls_constraint(format: ToolFormat, tools: list[dict[str, Any]], single: bool) -> str:
     """A structural tag: one call of one of `tools`, or several; behind `format.opening`.
 
-    Each tool is a function: {"name": ..., "parameters": schema}.
+    Each tool is a function: {"name": ..., "parameters": schema}. White space between two parts of
+    the arguments is bounded: a model that is made to call might write nothing else.
     """
     begin = '{{"name": {name}, "{key}": '
     tags = [
         {
             "type": "tag",
             "begin": begin.format(name=json.dumps(tool["name"]), key=format.arguments),
-            "content": {"type": "json_schema", "json_schema": tool["parameters"]},
+            "content": {
+                "type": "json_schema",
+                "json_schema": tool["parameters"],
+                "max_whitespace_cnt": MAX_WHITESPACE,
+            },
             "end": "}",
         }
         for tool in tools

@@ -65,7 +65,9 @@ export class Ask {
   }
 
   count() {
-    byId("chosen").textContent = `${this.chosen.size} of ${this.models.length} chosen`;
+    const [size, all] = [this.chosen.size, this.models.length];
+    byId("chosen").textContent = size ? `${size} of ${all} chosen` : "nobody chosen: choose who answers";
+    byId("chosen").classList.toggle("bad", !size);
   }
 
   pressed(event) {
@@ -79,6 +81,8 @@ export class Ask {
     event.preventDefault();
     const text = byId("prompt").value;
     const asked = this.models.filter((one) => this.chosen.has(one.id));
+    if (!text.trim()) byId("prompt").focus();
+    else if (!asked.length) byId("names").querySelector("input")?.focus();
     if (!text.trim() || !asked.length) return;
     this.stop();
     const run = new AbortController();
