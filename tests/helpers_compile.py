@@ -106,17 +106,18 @@ def delta_ptx() -> dict[str, str]:
 
 def dense_ptx() -> dict[str, str]:
     """PTX of a packed dense layer's shrink and product by the number of rows."""
+    from vexpert.kernels.dense_factors import DenseFactors
     from vexpert.kernels.dense_linear import DenseLora, dense_linear
     from vexpert.kernels.dense_order import RowOrder
     from vexpert.kernels.dense_shrink import dense_shrink
-    from vexpert.kernels.dense_tiles import DenseFactors
     from vexpert.ops.dense_plan import DenseShape, choose_dense_plan
 
     found: list[str] = []
     compile_only(found, None)
     sizes, depth, dtype = (512, 128, 128), 2048, torch.bfloat16
     arena, table = torch.empty(64, dtype=dtype), torch.zeros(21, 4, dtype=torch.int64)
-    factors = DenseFactors(arena, table[:7], 28, sizes, 16, alignment=8)
+    arrivals = torch.zeros(1, dtype=torch.int32)
+    factors = DenseFactors(arena, table[:7], 28, sizes, 16, arrivals, alignment=8)
     weight = torch.empty(sum(sizes), depth, dtype=dtype)
     for rows in (1, 8):
         ints = torch.zeros(128, dtype=torch.int32)
@@ -124,8 +125,11 @@ def dense_ptx() -> dict[str, str]:
         x = torch.empty(rows, depth, dtype=dtype)
         plan = choose_dense_plan(DenseShape(rows, depth, sum(sizes), dtype), 8)
         h = dense_shrink(x, order, factors, plan.shrink)
-        dense_linear(x, weight, None, sizes, DenseLora(h, order, factors), plan.linear)
-    names = (f"dense {kind}, {rows} rows" for rows in (1, 8) for kind in ("shrink", "product"))
+        alone, both = DenseLora(order, factors, h), DenseLora(order, factors, h, plan.shrink, rows)
+        for lora in (alone, both):
+            dense_linear(x, weight, None, sizes, lora, plan.linear)
+    kinds = ("shrink", "product", "product and shrink")
+    names = (f"dense {kind}, {rows} rows" for rows in (1, 8) for kind in kinds)
     return dict(zip(names, found, strict=True))
 
 

@@ -7,7 +7,11 @@ import torch
 from helpers_dense import Packed, make_packed
 from helpers_lora import TOLERANCE, bits, relative_error
 
+from vexpert.kernels.common import can_use_pdl
+from vexpert.kernels.norms import Norm
+from vexpert.kernels.rms_norm import add_rms_norm
 from vexpert.ops.backend import select_backend
+from vexpert.ops.packed_linear import MOST_DEFERRED
 
 pytestmark = pytest.mark.gpu
 ROWS = (1, 2, 8, 16, 17, 32, 33, 100, 128, 200, 700, 3000)
@@ -46,6 +50,32 @@ def test_odd_sizes_and_strides(rows: int, dtype: torch.dtype) -> None:
     case = make(rows, dtype, depth=37, sizes=(21, 5, 50), align=1, spread=True)
     for given in (case, replace(case, weight=case.weight.t().contiguous().t())):
         assert relative_error(run(given, True), case.reference(True)) < TOLERANCE[dtype]
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float32], ids=str)
+@pytest.mark.parametrize("rank", [16, 64])
+@pytest.mark.parametrize("rows", ROWS)
+def test_a_norm_adds_what_is_left_to_it(rows: int, rank: int, dtype: torch.dtype) -> None:
+    case = make(rows, dtype, sizes=(256,), max_rank=rank)
+    backend = select_backend("triton", "cuda", dtype)
+    y, rest = backend.deferred_linear(case.x, case.weight, case.bias, case.lora())
+    assert (rest is None) == (rows > MOST_DEFERRED)
+    norm, zero = Norm(None, 256, 1e-6, "plain"), torch.zeros_like(y)
+    for pdl in (False, can_use_pdl(y.device)):
+        total, _ = add_rms_norm(y, zero, norm, 1.0, pdl, rest)
+        assert relative_error(total, case.reference(True)) < TOLERANCE[dtype]
+        assert torch.equal(total[case.slots < 0], y[case.slots < 0])
+
+
+@pytest.mark.parametrize("rows", [1, 8, 16])
+def test_no_launch_waits_for_another(rows: int) -> None:
+    """Programs of a launch wait for others of it, thousands of times; counts end at zero."""
+    case = make(rows, torch.bfloat16)
+    first = run(case, True)
+    for _ in range(3000):
+        y = run(case, True)
+    assert torch.equal(y, first)
+    assert all(int(table.arrivals) == 0 for table in case.tables)
 
 
 @pytest.mark.parametrize("rows", [1, 8, 32, 128, 1000])

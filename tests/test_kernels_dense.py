@@ -24,6 +24,10 @@ PLANS = {
     "chunks": DensePlan(DenseTile(32, 16, 64, group=2), CHUNKS, DenseTile(32, 32, group=8)),
     "library": DensePlan(None, CHUNKS, DenseTile(64, 32)),
     "wide": DensePlan(None, CHUNKS, DenseTile(32, 16, num_stages=2, steps=2)),
+    "inner": DensePlan(DenseTile(32, 16, 32, group=2), RUNS, DenseTile(16, 16), inner=True),
+    "inner-wide": DensePlan(
+        DenseTile(32, 32, 16), DenseShrink(True, 16, 32, 1, 32), DenseTile(16, 16), inner=True
+    ),
     "runs": DensePlan(None, RUNS, DenseTile(16, 32, by_run=True)),
 }
 
@@ -39,6 +43,7 @@ def assert_layer(case: Packed, plan: DensePlan) -> None:
     assert relative_error(alone, case.reference(False)) < bound
     assert relative_error(out, case.reference(True)) < bound
     assert torch.equal(out[case.slots < 0], alone[case.slots < 0])
+    assert not any(int(table.arrivals) for table in case.tables)
 
 
 @pytest.mark.parametrize("name", PLANS)

@@ -38,6 +38,11 @@ PLANS = {
     "identity": (Flags(), ALONE, LoraPlan(RUN, RUN, False, 2)),
     "identity-prefetch": (GPT_OSS, ALONE, LoraPlan(RUN, RUN, False, 1, 1, True)),
     "rows": (Flags(), ORDERED, LoraPlan(RUN, RUN, False, 4, 2)),
+    "rows-inner": (
+        Flags(has_bias=True),
+        BasePlan(False, 32, TileShape(16, 16, tail_m=16), SMALL, pdl=False),
+        LoraPlan(RUN, CHUNK, False, 2, 1, True, inner=True),
+    ),
     "rows-prefetch": (
         GPT_OSS,
         BasePlan(False, 32, TileShape(16, 16, tail_m=16), SMALL, pdl=False),
@@ -124,6 +129,18 @@ def test_plans(name: str, tokens: int, top_k: int, experts: int) -> None:
     assert relative_error(out - alone, expected - expected_alone) < 1e-5
     idle = layer.slots < 0
     assert torch.equal(out[idle], alone[idle])
+
+
+def test_counts_of_arrivals_end_at_zero() -> None:
+    """After a step without any tile too, or the next would not wait."""
+    flags, base, how = PLANS["rows-inner"]
+    layer = make_layer(5, 2, 4, 8, flags)
+    plan, lora = MoePlan(base, how), lora_of(layer)
+    nobody = replace(layer, topk_ids=torch.full_like(layer.topk_ids, -1))
+    for given in (layer, nobody, layer):
+        out = run(given, plan, lora)
+        assert not any(int(table.arrivals) for table in layer.tables)
+    assert relative_error(out, naive(layer, True)) < 1e-5
 
 
 @pytest.mark.parametrize("name", ["rows", "delta-shared"])

@@ -42,6 +42,19 @@ def pdl_release(PDL: tl.constexpr):
         tl.extra.cuda.gdc_launch_dependents()
 
 
+@triton.jit
+def touch(at):
+    """Bring what lies at these addresses to the L1: loaded soon, by programs of this SM."""
+    tl.inline_asm_elementwise(
+        "prefetch.global.L1 [$1]; mov.b32 $0, 0;",
+        "=r,l",
+        [at.to(tl.int64)],
+        dtype=tl.int32,
+        is_pure=False,
+        pack=1,
+    )
+
+
 def pdl_options(pdl: bool) -> dict[str, bool]:
     """Launch options: PDL tells the kernel, launch_pdl the driver."""
     return {"PDL": True, "launch_pdl": True} if pdl else {"PDL": False}

@@ -25,9 +25,9 @@ from vexpert.kernels.common import (
     pdl_release,
     pdl_wait,
 )
+from vexpert.kernels.dense_factors import DenseFactors
 from vexpert.kernels.dense_order import RowOrder
 from vexpert.kernels.dense_tiles import (
-    DenseFactors,
     DenseTile,
     add_lora,
     column_alignment,

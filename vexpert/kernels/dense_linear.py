@@ -1,7 +1,7 @@
 """A packed dense layer for few rows, LoRA included: y[r] = W x[r] + bias + B[site, slot] h[r].
 
-While the kernels before it still run, the shrink among them, it loads the factors of a tile's first
-runs and brings its weights to the L2.
+While the kernels before it still run, it loads the factors of a tile's first runs. Its first
+programs may be the shrink: the others add once these have arrived.
 
 | array | shape | holds |
 |---|---|---|
@@ -10,6 +10,7 @@ runs and brings its weights to the L2.
 | h | [PLANES, R, sites * WIDTH] float32 | see `dense_shrink` |
 | row_at, run_at, row_run, run_slot, counts | | see `dense_order` |
 | table | | see `dense_tiles` |
+| arrivals | [1] int32 | see `arrivals` |
 | y | [R, sum of sizes] | |
 """
 
@@ -19,6 +20,7 @@ import torch
 import triton
 import triton.language as tl
 
+from vexpert.kernels.arrivals import arrive, await_arrivals
 from vexpert.kernels.common import (
     ceil_div,
     check_matrix,
@@ -27,15 +29,20 @@ from vexpert.kernels.common import (
     pdl_release,
     pdl_wait,
 )
+from vexpert.kernels.dense_factors import DenseFactors
 from vexpert.kernels.dense_order import RowOrder
+from vexpert.kernels.dense_shrink import (
+    DenseShrink,
+    rows_of_a,
+    shrink_part,
+    shrink_rows,
+)
 from vexpert.kernels.dense_tiles import (
-    DenseFactors,
     DenseTile,
     add_lora,
     column_alignment,
     column_blocks,
     lora_options,
-    prefetch_rows,
     rows_of_tile,
     site_of,
     stacked_b,
@@ -45,35 +52,66 @@ from vexpert.kernels.launch import direct_launch
 
 @dataclass(frozen=True)
 class DenseLora:
-    """What the product adds: shrunk rows and the factors that expand them."""
+    """What the product adds: factors, and how rows are shrunk."""
 
-    h: torch.Tensor  # [PLANES, R, sites * WIDTH] float32
     order: RowOrder
     factors: DenseFactors
+    h: torch.Tensor  # [PLANES, R, sites * WIDTH] float32
+    # None: h is complete. Else first programs of the launch shrink, of so many runs at most, and
+    # the others wait for them before they add; all rows lie in one tile.
+    shrink: DenseShrink | None = None
+    runs: int = 0
+    adds: bool = True  # False: h alone is wanted
 
 
-@direct_launch
-@triton.jit(do_not_specialize=["num_rows"])
-def _linear_kernel(
-    x, weight, bias, y, h, row_at, run_at, row_run, run_slot, counts, arena, table, num_rows,
-    num_slots, depth, site_step, stride_x, stride_wn, stride_wk, stride_h,
-    HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, IDENTITY: tl.constexpr, ONE_TILE: tl.constexpr,
-    SIZES: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr,
-    GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr, ALIGNMENT: tl.constexpr,
-    COLUMN_ALIGNMENT: tl.constexpr, EVEN: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, ROW_BYTES: tl.constexpr,
-    PIECES: tl.constexpr, PDL: tl.constexpr,
+@triton.jit
+def _shrink_program(
+    program, x, h, row_run, run_slot, arena, table, num_rows, num_slots, depth, site_step, stride_x,
+    IDENTITY: tl.constexpr, SITES: tl.constexpr, PLANES: tl.constexpr, WIDTH: tl.constexpr,
+    A_ALIGNMENT: tl.constexpr, A_EVEN: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, A_K: tl.constexpr, PART: tl.constexpr, COLS: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_release(PDL)
-    start = tl.program_id(0) * BLOCK_M
-    site, before, block, size = site_of(tl.program_id(1), SIZES, BLOCK_N)
+    """A run's rows, a block of columns of h, a part of the depth."""
+    BLOCKS: tl.constexpr = (SITES * WIDTH + COLS - 1) // COLS
+    run = program // (BLOCKS * PLANES)
+    block = program // PLANES % BLOCKS
+    left = program % PLANES * PART
+    row = tl.arange(0, BLOCK_M)
+    own = row < num_rows
+    slot = tl.load(run_slot + run).to(tl.int32)
+    if not IDENTITY:
+        own = own & (tl.load(row_run + row, mask=own, other=-1) == run)
+    used, a_at = rows_of_a(
+        slot, block, table, num_slots, depth, site_step, SITES, WIDTH, A_ALIGNMENT, COLS
+    )
+    pdl_wait(PDL)
+    if slot >= 0:
+        plane = h + (program % PLANES).to(tl.int64) * num_rows * (SITES * WIDTH)
+        shrink_rows(
+            row, own, used, block, a_at, x, arena, plane, left, tl.minimum(left + PART, depth),
+            stride_x, SITES, WIDTH, A_EVEN, A_ALIGNMENT, PRECISION, BLOCK_M, A_K, COLS,
+        )  # fmt: skip
+
+
+@triton.jit
+def _linear_program(
+    program, x, weight, bias, y, h, row_at, run_at, row_run, run_slot, counts, arrivals, arena,
+    table, num_rows, shrinks, num_slots, depth, site_step, stride_x, stride_wn, stride_wk, stride_h,
+    HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, INNER: tl.constexpr, IDENTITY: tl.constexpr,
+    ONE_TILE: tl.constexpr, SIZES: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    PDL: tl.constexpr,
+):  # fmt: skip
+    """A tile of rows, a block of columns."""
+    tiles = tl.cdiv(num_rows, BLOCK_M)
+    start = program % tiles * BLOCK_M
+    site, before, block, size = site_of(program // tiles, SIZES, BLOCK_N)
     n = block * BLOCK_N + tl.arange(0, BLOCK_N)
     inside = n < size
-    # Weights and factors before the wait: nothing that runs beside this kernel writes them.
-    if PIECES > 0:
-        line = block * BLOCK_N + tl.arange(0, PIECES) % BLOCK_N
-        line_at = weight + (before + tl.minimum(line, size - 1)).to(tl.int64) * stride_wn
-        prefetch_rows(line_at, size - block * BLOCK_N, ROW_BYTES, BLOCK_N, PIECES)
+    # Factors before the wait: nothing that runs beside this kernel writes them.
     if HAS_LORA:
         site_table = table + site.to(tl.int64) * site_step
         row, mine, run, first, last = rows_of_tile(
@@ -105,6 +143,8 @@ def _linear_kernel(
         w_at += BLOCK_K * stride_wk
     if HAS_BIAS:
         total += tl.load(bias + column, mask=inside, other=0.0).to(tl.float32)[None, :]
+    if INNER and HAS_LORA:
+        await_arrivals(arrivals, shrinks, tl.num_programs(0) - shrinks, program)
     if HAS_LORA:
         total = add_lora(
             total, run0, b_tile0, row, run, first, last, h, run_slot, arena, site_table, site, n,
@@ -115,17 +155,67 @@ def _linear_kernel(
     tl.store(target, total.to(y.dtype.element_ty), mask=mine[:, None] & inside[None, :])
 
 
+@direct_launch
+@triton.jit(do_not_specialize=["num_rows", "shrinks"])
+def _linear_kernel(
+    x, weight, bias, y, h, row_at, run_at, row_run, run_slot, counts, arrivals, arena, table,
+    num_rows, shrinks, num_slots, depth, site_step, stride_x, stride_wn, stride_wk, stride_h,
+    HAS_BIAS: tl.constexpr, HAS_LORA: tl.constexpr, INNER: tl.constexpr, IDENTITY: tl.constexpr,
+    ONE_TILE: tl.constexpr, SIZES: tl.constexpr, COLUMNS: tl.constexpr, PLANES: tl.constexpr,
+    WIDTH: tl.constexpr, GROUP: tl.constexpr, BLOCK_R: tl.constexpr, RANK_STEPS: tl.constexpr,
+    ALIGNMENT: tl.constexpr, COLUMN_ALIGNMENT: tl.constexpr, EVEN: tl.constexpr,
+    PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr,
+    A_ALIGNMENT: tl.constexpr, A_EVEN: tl.constexpr, A_K: tl.constexpr, PART: tl.constexpr,
+    COLS: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    pdl_release(PDL)
+    program = tl.program_id(0)
+    if INNER and program < shrinks:
+        _shrink_program(
+            program, x, h, row_run, run_slot, arena, table, num_rows, num_slots, depth, site_step,
+            stride_x, IDENTITY, len(SIZES), PLANES, WIDTH, A_ALIGNMENT, A_EVEN, PRECISION, BLOCK_M,
+            A_K, PART, COLS, PDL,
+        )  # fmt: skip
+        if HAS_LORA:
+            arrive(arrivals)
+    else:
+        _linear_program(
+            program - shrinks, x, weight, bias, y, h, row_at, run_at, row_run, run_slot, counts,
+            arrivals, arena, table, num_rows, shrinks, num_slots, depth, site_step, stride_x,
+            stride_wn, stride_wk, stride_h, HAS_BIAS, HAS_LORA, INNER, IDENTITY, ONE_TILE, SIZES,
+            COLUMNS, PLANES, WIDTH, GROUP, BLOCK_R, RANK_STEPS, ALIGNMENT, COLUMN_ALIGNMENT, EVEN,
+            PRECISION, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
+        )  # fmt: skip
+
+
+NO_SHRINK = {
+    "INNER": False, "A_ALIGNMENT": 1, "A_EVEN": True, "A_K": 16, "PART": 16, "COLS": 16,
+}  # fmt: skip
 NO_LORA = {
     "PLANES": 1, "WIDTH": 16, "GROUP": 1, "BLOCK_R": 16, "RANK_STEPS": 1, "ALIGNMENT": 1
 }  # fmt: skip
 
 
-def _pieces(weight: torch.Tensor, tile: DenseTile) -> int:
-    """Parts in which a program asks for its weights beforehand; 0: it does not."""
-    pieces = 32 * tile.num_warps
-    row = weight.shape[1] * weight.element_size()
-    even = row * tile.block_n % (16 * pieces) == 0 and tile.block_n <= pieces
-    return pieces if even and weight.is_contiguous() and weight.data_ptr() % 16 == 0 else 0
+def _shrink_options(lora: DenseLora | None, depth: int) -> dict[str, int | bool]:
+    """Constants of the programs that shrink."""
+    if lora is None or lora.shrink is None:
+        return NO_SHRINK
+    shape, factors = lora.shrink, lora.factors
+    return {
+        "INNER": True,
+        "A_ALIGNMENT": factors.alignment_of(depth),
+        "A_EVEN": depth % shape.block_k == 0,
+        "A_K": shape.block_k,
+        "PART": shrink_part(depth, shape),
+        "COLS": shape.cols,
+    }
+
+
+def _count_shrinks(lora: DenseLora | None) -> int:
+    """Programs that shrink."""
+    if lora is None or lora.shrink is None:
+        return 0
+    return lora.runs * lora.h.shape[0] * ceil_div(lora.h.shape[2], lora.shrink.cols)
 
 
 def dense_linear(
@@ -143,27 +233,29 @@ def dense_linear(
     assert sum(sizes) == weight.shape[0], (sizes, weight.shape)
     rows, depth = x.shape
     y = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
-    given, options = (x,) * 8, NO_LORA
+    given, options, shrinks = (x,) * 9, NO_LORA, _count_shrinks(lora)
     if lora is not None:
         order, factors = lora.order, lora.factors
+        assert not shrinks or rows <= tile.block_m, (rows, tile)
+        pdl = pdl and order.is_settled()
         given = (
             lora.h, order.row, order.run, order.row_run, order.run_slot, order.counts,
-            factors.arena, factors.table,
+            factors.arrivals, factors.arena, factors.table,
         )  # fmt: skip
         options = lora_options(factors, lora.h.shape[0], tile)
     even = depth % tile.block_k == 0 and all(size % tile.block_n == 0 for size in sizes)
-    _linear_kernel[(ceil_div(rows, tile.block_m), column_blocks(sizes, tile.block_n))](
-        x, weight, x if bias is None else bias, y, *given, rows,
+    blocks = ceil_div(rows, tile.block_m) * column_blocks(sizes, tile.block_n)
+    _linear_kernel[(shrinks + blocks,)](
+        x, weight, x if bias is None else bias, y, *given, rows, shrinks,
         0 if lora is None else lora.factors.num_slots, depth,
         0 if lora is None else lora.factors.site_step, x.stride(0), *weight.stride(),
         0 if lora is None else lora.h.shape[2],
-        HAS_BIAS=bias is not None, HAS_LORA=lora is not None,
+        HAS_BIAS=bias is not None, HAS_LORA=lora is not None and lora.adds,
         IDENTITY=lora is not None and lora.order.is_identity, ONE_TILE=rows <= tile.block_m,
-        SIZES=sizes, COLUMNS=weight.shape[0], **options,
+        SIZES=sizes, COLUMNS=weight.shape[0], **options, **_shrink_options(lora, depth),
         COLUMN_ALIGNMENT=column_alignment(sizes, tile.block_n), EVEN=even,
         PRECISION=dot_precision(x.dtype), BLOCK_M=tile.block_m, BLOCK_N=tile.block_n,
-        BLOCK_K=tile.block_k, ROW_BYTES=depth * x.element_size(),
-        PIECES=_pieces(weight, tile) if pdl else 0, num_warps=tile.num_warps,
-        num_stages=tile.num_stages, **pdl_options(pdl),
+        BLOCK_K=tile.block_k, num_warps=tile.num_warps, num_stages=tile.num_stages,
+        **pdl_options(pdl),
     )  # fmt: skip
     return y

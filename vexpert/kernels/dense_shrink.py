@@ -27,8 +27,8 @@ from vexpert.kernels.common import (
     pdl_release,
     pdl_wait,
 )
+from vexpert.kernels.dense_factors import DenseFactors
 from vexpert.kernels.dense_order import RowOrder
-from vexpert.kernels.dense_tiles import DenseFactors, prefetch_rows
 from vexpert.kernels.launch import direct_launch
 
 
@@ -46,12 +46,12 @@ class DenseShrink:
 
 
 @triton.jit
-def _rows_of_a(
-    slot, table, num_slots, depth, site_step,
+def rows_of_a(
+    slot, block, table, num_slots, depth, site_step,
     SITES: tl.constexpr, WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
-    """(which exist, places in the arena) of the rows of A behind a program's columns, [COLS]."""
-    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    """(which exist, places in the arena) of the rows of A behind a block of columns, [COLS]."""
+    column = block * COLS + tl.arange(0, COLS)
     exists = column < tl.where(slot >= 0, SITES * WIDTH, 0)
     r = column % WIDTH
     entry = table + (column // WIDTH).to(tl.int64) * site_step + slot
@@ -62,8 +62,8 @@ def _rows_of_a(
 
 
 @triton.jit
-def _shrink_rows(
-    row, own, used, a_at, x, arena, h, left, right, stride_x,
+def shrink_rows(
+    row, own, used, block, a_at, x, arena, h, left, right, stride_x,
     SITES: tl.constexpr, WIDTH: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr,
     PRECISION: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, COLS: tl.constexpr,
 ):  # fmt: skip
@@ -83,22 +83,10 @@ def _shrink_rows(
                 x_tile = tl.load(x_line + first, mask=own[:, None] & within[None, :], other=0.0)
                 a_tile = tl.load(a_line + first, mask=used[None, :] & within[:, None], other=0.0)
             sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
-    column = tl.program_id(1) * COLS + tl.arange(0, COLS)
+    column = block * COLS + tl.arange(0, COLS)
     exists = column < SITES * WIDTH
     target = h + row.to(tl.int64)[:, None] * (SITES * WIDTH) + column[None, :]
     tl.store(target, sums, mask=own[:, None] & exists[None, :])
-
-
-@triton.jit
-def _prefetch_a(
-    used, a_at, arena, left, PART: tl.constexpr, PIECES: tl.constexpr, COLS: tl.constexpr
-):
-    """Bring the program's part of A to the L2."""
-    piece = tl.arange(0, PIECES) % COLS
-    here = tl.gather(tl.where(used, a_at, -1), piece, 0)
-    bytes: tl.constexpr = PART * arena.dtype.element_ty.primitive_bitwidth // 8
-    at = arena + tl.maximum(here, 0) + left
-    prefetch_rows(at, tl.where(here >= 0, COLS, 0), bytes, COLS, PIECES)
 
 
 @direct_launch
@@ -108,10 +96,11 @@ def _shrink_kernel(
     site_step,
     IDENTITY: tl.constexpr, RUNS: tl.constexpr, SITES: tl.constexpr, WIDTH: tl.constexpr,
     EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, PART: tl.constexpr, COLS: tl.constexpr, PIECES: tl.constexpr,
+    BLOCK_K: tl.constexpr, PART: tl.constexpr, COLS: tl.constexpr,
     PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_release(PDL)
+    block = tl.program_id(1)
     left = tl.program_id(2) * PART
     right = tl.minimum(left + PART, depth)
     plane = h + tl.program_id(2).to(tl.int64) * num_rows * (SITES * WIDTH)
@@ -127,16 +116,14 @@ def _shrink_kernel(
             if (at - tl.load(run_start + at)) % BLOCK_M != 0:
                 slot = slot * 0 - 1
             row = tl.load(row_at + position, mask=own, other=0)
-        used, a_at = _rows_of_a(
-            slot, table, num_slots, depth, site_step, SITES, WIDTH, ALIGNMENT, COLS
+        used, a_at = rows_of_a(
+            slot, block, table, num_slots, depth, site_step, SITES, WIDTH, ALIGNMENT, COLS
         )
-        if PIECES > 0:
-            _prefetch_a(used, a_at, arena, left, PART, PIECES, COLS)
         pdl_wait(PDL)
         if slot >= 0:
-            _shrink_rows(
-                row, own, used, a_at, x, arena, plane, left, right, stride_x, SITES, WIDTH, EVEN,
-                ALIGNMENT, PRECISION, BLOCK_M, BLOCK_K, COLS,
+            shrink_rows(
+                row, own, used, block, a_at, x, arena, plane, left, right, stride_x, SITES, WIDTH,
+                EVEN, ALIGNMENT, PRECISION, BLOCK_M, BLOCK_K, COLS,
             )  # fmt: skip
     else:
         pdl_wait(PDL)
@@ -146,29 +133,20 @@ def _shrink_kernel(
             stop = tl.minimum(tl.load(run_end + at), end)
             slot = tl.load(slot_at + at)
             if slot >= 0:
-                used, a_at = _rows_of_a(
-                    slot, table, num_slots, depth, site_step, SITES, WIDTH, ALIGNMENT, COLS
+                used, a_at = rows_of_a(
+                    slot, block, table, num_slots, depth, site_step, SITES, WIDTH, ALIGNMENT, COLS
                 )
                 position = at + tl.arange(0, BLOCK_M)
                 own = position < stop
                 row = tl.load(row_at + position, mask=own, other=0)
-                _shrink_rows(
-                    row, own, used, a_at, x, arena, plane, left, right, stride_x, SITES, WIDTH,
-                    EVEN, ALIGNMENT, PRECISION, BLOCK_M, BLOCK_K, COLS,
+                shrink_rows(
+                    row, own, used, block, a_at, x, arena, plane, left, right, stride_x, SITES,
+                    WIDTH, EVEN, ALIGNMENT, PRECISION, BLOCK_M, BLOCK_K, COLS,
                 )  # fmt: skip
             at = stop
 
 
-def _pieces(shape: DenseShrink, part: int, depth: int, factors: DenseFactors, pdl: bool) -> int:
-    """Parts in which a program asks for its A beforehand; 0: it does not."""
-    pieces = 32 * shape.num_warps
-    size = part * factors.arena.element_size() * shape.cols
-    even = depth % part == 0 and size % (16 * pieces) == 0 and shape.cols <= pieces
-    aligned = factors.alignment_of(depth) * factors.arena.element_size() % 16 == 0
-    return pieces if pdl and shape.by_run and even and aligned else 0
-
-
-def _part(depth: int, shape: DenseShrink) -> int:
+def shrink_part(depth: int, shape: DenseShrink) -> int:
     """Depth of one plane's part."""
     blocks: int = ceil_div(ceil_div(depth, shape.planes), shape.block_k)
     return blocks * shape.block_k
@@ -177,7 +155,7 @@ def _part(depth: int, shape: DenseShrink) -> int:
 def room_for_h(x: torch.Tensor, factors: DenseFactors, shape: DenseShrink) -> torch.Tensor:
     """Memory for h of x [R, K]."""
     rows, depth = x.shape
-    planes = ceil_div(depth, _part(depth, shape))
+    planes = ceil_div(depth, shrink_part(depth, shape))
     columns = len(factors.sizes) * factors.width
     return torch.empty(planes, rows, columns, dtype=torch.float32, device=x.device)
 
@@ -195,7 +173,7 @@ def dense_shrink(
     assert x.dtype == factors.arena.dtype, (x.dtype, factors.arena.dtype)
     assert shape.by_run or not order.is_identity
     rows, depth = x.shape
-    sites, part = len(factors.sizes), _part(depth, shape)
+    sites, part = len(factors.sizes), shrink_part(depth, shape)
     pdl = pdl and order.is_settled()
     h = room_for_h(x, factors, shape) if h is None else h
     planes, _, columns = h.shape
@@ -206,7 +184,7 @@ def dense_shrink(
         IDENTITY=order.is_identity, RUNS=shape.by_run, SITES=sites, WIDTH=factors.width,
         EVEN=depth % shape.block_k == 0, ALIGNMENT=factors.alignment_of(depth),
         PRECISION=dot_precision(x.dtype), BLOCK_M=shape.block_m, BLOCK_K=shape.block_k,
-        PART=part, COLS=shape.cols, PIECES=_pieces(shape, part, depth, factors, pdl),
+        PART=part, COLS=shape.cols,
         num_warps=shape.num_warps, num_stages=shape.num_stages,
         **pdl_options(pdl),
     )  # fmt: skip

@@ -10,33 +10,13 @@ runs stacked, as in `moe_tiles`.
 from dataclasses import dataclass
 from math import gcd
 
-import torch
 import triton
 import triton.language as tl
 
 from vexpert.kernels.common import ceil_div, power_of_two
+from vexpert.kernels.dense_factors import DenseFactors
 
 MOST_STACKED = 16384  # elements of stacked factors that one dot takes
-
-
-@dataclass(frozen=True)
-class DenseFactors:
-    """Factors of one packed layer's sites: the arena and where their tables lie in it."""
-
-    arena: torch.Tensor
-    table: torch.Tensor  # [7, S] int64, of the first site
-    site_step: int  # elements from one site's table to the next one's
-    sizes: tuple[int, ...]  # columns of each site
-    width: int  # of a site's shrunk rows: a multiple of 16, no less than any active rank
-    alignment: int = 1  # every factor starts at a multiple of so many elements
-
-    @property
-    def num_slots(self) -> int:
-        return self.table.shape[1]
-
-    def alignment_of(self, row: int) -> int:
-        """What every row of `row` elements of a factor is aligned to, as loads may assume."""
-        return gcd(self.alignment, row, 16)
 
 
 @dataclass(frozen=True)
@@ -148,32 +128,12 @@ def shrunk_rows(
     r = step * BLOCK_R + tl.arange(0, BLOCK_R)
     both = mask[:, None] & (r < WIDTH)[None, :]
     at = h + row.to(tl.int64)[:, None] * stride_h + (site * WIDTH + r)[None, :]
-    total = tl.load(at, mask=both, other=0.0)
+    # Not through the L1 cache: other programs of this launch may have written them.
+    total = tl.load(at, mask=both, other=0.0, cache_modifier=".cg")
     plane = num_rows.to(tl.int64) * stride_h
     for i in tl.static_range(1, PLANES):
-        total += tl.load(at + i * plane, mask=both, other=0.0)
+        total += tl.load(at + i * plane, mask=both, other=0.0, cache_modifier=".cg")
     return total.to(DTYPE)
-
-
-@triton.jit
-def prefetch_rows(at, count, BYTES: tl.constexpr, ROWS: tl.constexpr, PIECES: tl.constexpr):
-    """Bring ROWS * BYTES bytes to the L2, `count` of the ROWS at most.
-
-    `at` [PIECES]: piece i is part i // ROWS of row i % ROWS. From compute capability 9.0 on.
-    """
-    piece = tl.arange(0, PIECES)
-    part: tl.constexpr = BYTES * ROWS // PIECES
-    address = at.to(tl.int64) + (piece // ROWS).to(tl.int64) * part
-    size = tl.where(piece % ROWS < count, part, 0)
-    tl.inline_asm_elementwise(
-        "{ .reg .pred p; setp.ne.s32 p, $2, 0; @p cp.async.bulk.prefetch.L2.global [$1], $2; "
-        "mov.b32 $0, 0; }",
-        "=r,l,r",
-        [address, size],
-        dtype=tl.int32,
-        is_pure=False,
-        pack=1,
-    )
 
 
 @triton.jit

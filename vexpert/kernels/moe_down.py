@@ -17,6 +17,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from vexpert.kernels.arrivals import arrive, await_arrivals
 from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_delta import Delta, wait_for_pieces
@@ -27,9 +28,12 @@ from vexpert.kernels.moe_gate_up import (
     expand_options,
     expand_tensors,
     factor_stride,
+    inner_options,
+    inner_shrinks,
     weight_rows,
 )
 from vexpert.kernels.moe_order import PairOrder
+from vexpert.kernels.moe_shrink import shrink_position
 from vexpert.kernels.moe_tiles import (
     find_b,
     items_of,
@@ -67,6 +71,9 @@ def _down_tile(
     arena,
     address,
     rank,
+    arrivals,
+    shrinks,
+    consumers,
     num_pairs,
     factor_stride,
     num_slots,
@@ -82,6 +89,7 @@ def _down_tile(
     HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    INNER: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -156,7 +164,9 @@ def _down_tile(
     if HAS_BIAS:
         total += tl.load(bias + expert * size + n, mask=inside, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
-        if not EARLY:
+        if INNER:
+            await_arrivals(arrivals, shrinks, consumers, tl.program_id(0) - shrinks)
+        elif not EARLY:
             pdl_wait(PDL)  # for the shrink; inter was complete before this kernel could start
         count = end - start
         if BY_RUN:
@@ -237,6 +247,11 @@ def _down_kernel(
     arena,
     address,
     rank,
+    arrivals,
+    run_start,
+    run_end,
+    shrinks,
+    shrink_part,
     num_pairs,
     factor_stride,
     num_slots,
@@ -253,6 +268,12 @@ def _down_kernel(
     HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    INNER: tl.constexpr,
+    A_M: tl.constexpr,
+    A_K: tl.constexpr,
+    A_R: tl.constexpr,
+    A_EVEN: tl.constexpr,
+    A_ALIGNMENT: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -277,32 +298,49 @@ def _down_kernel(
     # With a shrink between, inter was complete before this kernel could start: wait later.
     pdl_wait(PDL and not (HAS_LORA or HAS_DELTA))
     blocks = tl.cdiv(size, BLOCK_N)
-    tile = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
+    program = tl.program_id(0) - shrinks
+    tile = program // blocks
+    block = program % blocks
+    if INNER:
+        if program < 0:
+            shrink_position(
+                tl.program_id(0) // PLANES, tl.program_id(0) % PLANES, inter, topk_ids, pair_at,
+                run_start, run_end, arena, address + num_pairs, rank + num_pairs, h,
+                num_pairs, num_experts, num_slots, depth, shrink_part, max_rank, depth, TOP_K,
+                True, False, False, A_EVEN, A_ALIGNMENT, PRECISION, A_M, A_K, A_R, False, PDL,
+            )  # fmt: skip
+            arrive(arrivals)
+            return
+        pdl_wait(PDL)
     expert, start, end = read_tile(
         tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY
     )
+    consumers = 1  # even without a tile somebody resets the count
+    if INNER:
+        consumers = tl.maximum(tl.load(num_tiles) * blocks, 1)
     if end < 0:
+        if INNER and program == 0:
+            await_arrivals(arrivals, shrinks, consumers, program)
         return
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _down_tile(
             expert, tile, start, end, block, inter, inter_tail_rows, weight, weight_rows, bias,
             scale_at, out, pair_at, run_first, run_stop, num_runs, delta, pending, slot_at, h,
-            arena, address, rank, num_pairs, factor_stride, num_slots, depth, size,
-            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
-            HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
-            RANK_STEPS, SLICE_WIDTH, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M,
-            BLOCK_N, BLOCK_K, PDL,
+            arena, address, rank, arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots,
+            depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS,
+            HAS_SCALE, HAS_LORA, HAS_DELTA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH,
+            EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
+            TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _down_tile(
             expert, tile, start, end, block, inter, inter_rows, weight, weight_rows, bias,
             scale_at, out, pair_at, run_first, run_stop, num_runs, delta, pending, slot_at, h,
-            arena, address, rank, num_pairs, factor_stride, num_slots, depth, size,
-            stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS, HAS_SCALE,
-            HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R,
-            RANK_STEPS, SLICE_WIDTH, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M,
-            BLOCK_N, BLOCK_K, PDL,
+            arena, address, rank, arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots,
+            depth, size, stride_we, stride_wn, stride_wk, max_rank, TOP_K, IDENTITY, HAS_BIAS,
+            HAS_SCALE, HAS_LORA, HAS_DELTA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH,
+            EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, EVEN, TMA, PRECISION, RUN_STRIDE,
+            BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
 
@@ -329,7 +367,8 @@ def moe_down(
         rows = [
             TensorDescriptor.from_tensor(inter, [m, shape.block_k]) for m in (order.block_m, tail_m)
         ]
-    _down_kernel[(tiles * ceil_div(size, shape.block_n),)](
+    shrinks, inner = inner_shrinks(expand, order, none, depth)
+    _down_kernel[(shrinks + tiles * ceil_div(size, shape.block_n),)](
         inter,
         *rows,
         weight,
@@ -344,6 +383,7 @@ def moe_down(
         order.tile_end,
         order.num_tiles,
         *expand_tensors(expand, delta, order, none),
+        *inner,
         pairs,
         factor_stride(expand, pairs),
         0 if expand is None else expand.factors.num_slots,
@@ -358,6 +398,7 @@ def moe_down(
         HAS_SCALE=scale is not None,
         **expand_options(expand, size),
         HAS_DELTA=isinstance(lora, Delta),
+        **inner_options(expand, depth),
         EVEN=depth % shape.block_k == 0 and size % shape.block_n == 0,
         TMA=shape.tma,
         PRECISION=dot_precision(inter.dtype),

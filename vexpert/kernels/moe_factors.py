@@ -35,6 +35,7 @@ class SiteFactors:
     max_rank: int  # columns of the shrunk rows
     slice_max_rank: int  # of any slice's B; slices that share an A have as many as A has rows
     alignment: int = 1  # every factor starts at a multiple of so many elements
+    arrivals: torch.Tensor | None = None  # [1] int32, zero between launches
 
     @property
     def num_slots(self) -> int:

@@ -21,12 +21,21 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.activate import activate
 from vexpert.kernels.activations import Activation
-from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.arrivals import arrive, await_arrivals
+from vexpert.kernels.common import (
+    ceil_div,
+    dot_precision,
+    pdl_options,
+    pdl_release,
+    pdl_wait,
+    power_of_two,
+)
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_delta import Delta, wait_for_pieces
 from vexpert.kernels.moe_factors import SiteFactors
-from vexpert.kernels.moe_order import PairOrder
+from vexpert.kernels.moe_order import PairOrder, present
 from vexpert.kernels.moe_runs import TileRuns
+from vexpert.kernels.moe_shrink import ShrinkShape, shrink_parts, shrink_position
 from vexpert.kernels.moe_tiles import (
     find_b,
     items_of,
@@ -51,6 +60,7 @@ class Expand:
     # The first group's B, or of runs where it is, before the base product; ranks of one step only.
     prefetch: bool = False
     early: bool = False  # shrunk rows too: the product then waits for the shrink; runs only
+    shrink: ShrinkShape | None = None  # of the launch's first programs; None: h is complete
 
 
 @dataclass(frozen=True)
@@ -134,6 +144,35 @@ def expand_options(lora: Expand | None, size: int) -> dict[str, int | bool]:
     }
 
 
+def inner_shrinks(
+    lora: Expand | None, order: PairOrder, none: torch.Tensor, depth: int
+) -> tuple[int, tuple[torch.Tensor | int, ...]]:
+    """Programs of a launch that shrink, and what they need: arrivals, runs, their number, part."""
+    if lora is None or lora.shrink is None:
+        return 0, (none, none, none, 0, 0)
+    assert lora.factors.arrivals is not None, lora
+    start, end = present([order.run_start, order.run_end])
+    part, planes = shrink_parts(depth, lora.shrink)
+    shrinks = order.num_pairs * planes
+    return shrinks, (lora.factors.arrivals, start, end, shrinks, part)
+
+
+def inner_options(lora: Expand | None, depth: int) -> dict[str, int | bool]:
+    """Their constants."""
+    if lora is None or lora.shrink is None:
+        ones = dict.fromkeys(("A_M", "A_K", "A_R", "A_ALIGNMENT"), 1)
+        return {"INNER": False, "A_EVEN": False, **ones}
+    shape, factors = lora.shrink, lora.factors
+    return {
+        "INNER": True,
+        "A_M": shape.block_m,
+        "A_K": shape.block_k,
+        "A_R": power_of_two(factors.max_rank, 16, shape.most_ranks),
+        "A_EVEN": depth % shape.block_k == 0,
+        "A_ALIGNMENT": factors.alignment_of(depth),
+    }
+
+
 @triton.jit
 def _gate_up_tile(
     expert,
@@ -157,6 +196,9 @@ def _gate_up_tile(
     arena,
     address,
     rank,
+    arrivals,
+    shrinks,
+    consumers,
     num_pairs,
     factor_stride,
     num_slots,
@@ -176,6 +218,7 @@ def _gate_up_tile(
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    INNER: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -279,7 +322,9 @@ def _gate_up_tile(
         if GATED:
             up += tl.load(bias_at + up_start, mask=inside, other=0.0).to(tl.float32)[None, :]
     if HAS_LORA:
-        if not EARLY:
+        if INNER:
+            await_arrivals(arrivals, shrinks, consumers, tl.program_id(0) - shrinks)
+        elif not EARLY:
             pdl_wait(PDL)  # for the shrink; the order was complete before this kernel could start
         count = end - start
         if BY_RUN:
@@ -399,6 +444,11 @@ def _gate_up_kernel(
     arena,
     address,
     rank,
+    arrivals,
+    run_start,
+    run_end,
+    shrinks,
+    shrink_part,
     num_pairs,
     factor_stride,
     num_slots,
@@ -419,6 +469,12 @@ def _gate_up_kernel(
     HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr,
     HAS_DELTA: tl.constexpr,
+    INNER: tl.constexpr,
+    A_M: tl.constexpr,
+    A_K: tl.constexpr,
+    A_R: tl.constexpr,
+    A_EVEN: tl.constexpr,
+    A_ALIGNMENT: tl.constexpr,
     PLANES: tl.constexpr,
     BY_RUN: tl.constexpr,
     GROUP: tl.constexpr,
@@ -446,33 +502,50 @@ def _gate_up_kernel(
     # With a shrink between, the order was complete before this kernel could start: wait later.
     pdl_wait(PDL and not (HAS_LORA or HAS_DELTA))
     blocks = tl.cdiv(size, BLOCK_N)
-    tile = tl.program_id(0) // blocks
-    block = tl.program_id(0) % blocks
+    program = tl.program_id(0) - shrinks
+    tile = program // blocks
+    block = program % blocks
+    if INNER:
+        if program < 0:
+            shrink_position(
+                tl.program_id(0) // PLANES, tl.program_id(0) % PLANES, hidden, topk_ids, pair_at,
+                run_start, run_end, arena, address, rank, h,
+                num_pairs, num_experts, num_slots, depth, shrink_part, max_rank, stride_x, TOP_K,
+                False, SCALED, False, A_EVEN, A_ALIGNMENT, PRECISION, A_M, A_K, A_R, False, PDL,
+            )  # fmt: skip
+            arrive(arrivals)
+            return
+        pdl_wait(PDL)
     expert, start, end = read_tile(
         tile, topk_ids, tile_expert, tile_start, tile_end, num_tiles, num_experts, IDENTITY
     )
+    consumers = 1  # even without a tile somebody resets the count
+    if INNER:
+        consumers = tl.maximum(tl.load(num_tiles) * blocks, 1)
     if end < 0:
+        if INNER and program == 0:
+            await_arrivals(arrivals, shrinks, consumers, program)
         return
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_first, run_stop, num_runs, delta, pending, slot_at, h, arena,
-            address, rank, num_pairs, factor_stride,
-            num_slots, depth, size,
+            run_first, run_stop, num_runs, delta, pending, slot_at, h, arena, address, rank,
+            arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
-            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP,
-            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, HAS_DELTA, INNER, PLANES, BY_RUN,
+            GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
+            ACTIVATION,
             ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, TAIL_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
     else:
         _gate_up_tile(
             expert, tile, start, end, block, hidden, weight, weight_rows, bias, inter, pair_at,
-            run_first, run_stop, num_runs, delta, pending, slot_at, h, arena,
-            address, rank, num_pairs, factor_stride,
-            num_slots, depth, size,
+            run_first, run_stop, num_runs, delta, pending, slot_at, h, arena, address, rank,
+            arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step, max_rank, TOP_K,
-            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, HAS_DELTA, PLANES, BY_RUN, GROUP,
-            ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, ACTIVATION,
+            SCALED, IDENTITY, GATED, HAS_BIAS, HAS_LORA, HAS_DELTA, INNER, PLANES, BY_RUN,
+            GROUP, ITEM_STAGES, PREFETCH, EARLY, BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT,
+            ACTIVATION,
             ALPHA, LIMIT, EVEN, TMA, PRECISION, RUN_STRIDE, BLOCK_M, BLOCK_N, BLOCK_K, PDL,
         )  # fmt: skip
 
@@ -500,7 +573,8 @@ def moe_gate_up(
     tiles = pairs if order.is_identity else order.max_tiles
     none = hidden
     expand, delta = delta_tensors(lora, none)
-    _gate_up_kernel[(tiles * ceil_div(size, shape.block_n),)](
+    shrinks, inner = inner_shrinks(expand, order, none, depth)
+    _gate_up_kernel[(shrinks + tiles * ceil_div(size, shape.block_n),)](
         hidden,
         weight,
         weight_rows(weight, shape) if shape.tma else weight,
@@ -513,6 +587,7 @@ def moe_gate_up(
         order.tile_end,
         order.num_tiles,
         *expand_tensors(expand, delta, order, none),
+        *inner,
         pairs,
         factor_stride(expand, pairs),
         0 if expand is None else expand.factors.num_slots,
@@ -531,6 +606,7 @@ def moe_gate_up(
         HAS_BIAS=bias is not None,
         **expand_options(expand, size),
         HAS_DELTA=isinstance(lora, Delta),
+        **inner_options(expand, depth),
         ACTIVATION=activation.name,
         ALPHA=activation.alpha,
         LIMIT=activation.limit,

@@ -44,7 +44,6 @@ class TileRuns:
     programs: int  # that a shrink starts; each takes every so many pieces
 
 
-@direct_launch
 @triton.jit
 def _larger(a, b):
     return tl.maximum(a, b)

@@ -94,27 +94,35 @@ def _shrink_run(
 
 @direct_launch
 @triton.jit
-def _shrink_kernel(
-    hidden, topk_ids, pair_at, run_start, run_end, arena, address, rank_at, h, num_pairs,
-    num_experts, num_slots, depth, part, width, stride_x,
+def shrink_position(
+    at, number, hidden, topk_ids, pair_at, run_start, run_end, arena, address, rank_at, h,
+    num_pairs, num_experts, num_slots, depth, part, width, stride_x,
     TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr,
     IDENTITY: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
-    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, RELEASE: tl.constexpr,
+    PDL: tl.constexpr,
 ):  # fmt: skip
-    pdl_wait(PDL)
-    pdl_release(PDL)
-    left = tl.program_id(1) * part
+    """The run at position `at`, part `number` of the depth. Waits for the kernel before.
+
+    RELEASE: the next may start from then on, what is before this one being complete.
+    """
+    left = number * part
     right = tl.minimum(left + part, depth)
-    plane = h + tl.program_id(1).to(tl.int64) * num_pairs * width
-    at = tl.program_id(0)
+    plane = h + number.to(tl.int64) * num_pairs * width
     if IDENTITY:
+        # Nothing that runs beside this kernel writes slots and tables.
         stop = at + 1
         slot = tl.load(address + at // TOP_K)
-        expert = tl.load(topk_ids + at).to(tl.int64)
-        there = (slot >= 0) & (expert >= 0) & (expert < num_experts)
+        there = slot >= 0
         rank = tl.load(rank_at + slot, mask=there, other=0)
         a_at = tl.load(rank_at + num_slots + slot, mask=there, other=0)
-        a_at += expert * tl.load(rank_at + 2 * num_slots + slot, mask=there, other=0)
+        step = tl.load(rank_at + 2 * num_slots + slot, mask=there, other=0)
+    pdl_wait(PDL)
+    pdl_release(PDL and RELEASE)
+    if IDENTITY:
+        expert = tl.load(topk_ids + at).to(tl.int64)
+        rank = tl.where((expert >= 0) & (expert < num_experts), rank, 0)
+        a_at += expert * step
     else:
         stop = tl.minimum(tl.load(run_end + at), at + BLOCK_M)
         rank = tl.load(rank_at + at).to(tl.int64)
@@ -128,6 +136,23 @@ def _shrink_kernel(
             stride_x, rank_at, 0, TOP_K, BY_POSITION, SCALED, IDENTITY, 0, 0, EVEN, PRECISION,
             BLOCK_M, BLOCK_K, BLOCK_R,
         )  # fmt: skip
+
+
+@direct_launch
+@triton.jit
+def _shrink_kernel(
+    hidden, topk_ids, pair_at, run_start, run_end, arena, address, rank_at, h, num_pairs,
+    num_experts, num_slots, depth, part, width, stride_x,
+    TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr,
+    IDENTITY: tl.constexpr, EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, PDL: tl.constexpr,
+):  # fmt: skip
+    shrink_position(
+        tl.program_id(0), tl.program_id(1), hidden, topk_ids, pair_at, run_start, run_end, arena,
+        address, rank_at, h, num_pairs, num_experts, num_slots, depth, part, width, stride_x, TOP_K,
+        BY_POSITION, SCALED, IDENTITY, EVEN, ALIGNMENT, PRECISION, BLOCK_M, BLOCK_K, BLOCK_R, True,
+        PDL,
+    )  # fmt: skip
 
 
 @direct_launch
@@ -161,10 +186,19 @@ def _shrink_pieces_kernel(
         piece += tl.num_programs(0)
 
 
-def _parts(depth: int, shape: ShrinkShape) -> tuple[int, int]:
+def shrink_parts(depth: int, shape: ShrinkShape) -> tuple[int, int]:
     """(depth of a plane, planes)."""
     part = ceil_div(ceil_div(depth, shape.planes), shape.block_k) * shape.block_k
     return part, ceil_div(depth, part)
+
+
+def room_for_h(order: PairOrder, shape: ShrinkShape, is_down: bool, depth: int) -> torch.Tensor:
+    """Memory for h by position."""
+    assert order.factors is not None
+    lora = order.factors.down if is_down else order.factors.gate_up
+    assert lora is not None
+    lead = shrink_parts(depth, shape)[1], order.num_pairs
+    return torch.empty(*lead, lora.max_rank, dtype=torch.float32, device=order.topk_ids.device)
 
 
 def moe_shrink(
@@ -183,7 +217,7 @@ def moe_shrink(
     lora = factors.down if is_down else factors.gate_up
     assert lora is not None
     pairs, depth = order.num_pairs, hidden.shape[1]
-    part, planes = _parts(depth, shape)
+    part, planes = shrink_parts(depth, shape)
     options = {
         "TOP_K": order.top_k,
         "BY_POSITION": is_down,
@@ -214,7 +248,7 @@ def moe_shrink(
     found = factors.address[site], factors.rank[site]
     if order.is_identity:
         found = factors.slots, lora.packed
-    h = torch.empty(planes, pairs, lora.max_rank, dtype=torch.float32, device=device)
+    h = room_for_h(order, shape, is_down, depth)
     _shrink_kernel[(pairs, planes)](
         hidden, order.topk_ids, order.pair, order.run_start, order.run_end, lora.arena, *found, h,
         pairs, order.num_experts, lora.num_slots, depth, part, lora.max_rank, hidden.stride(0),

@@ -135,9 +135,10 @@ def load_b(arena, b_at, used, r, n, inside, size, ALIGNMENT: tl.constexpr):
 
 @triton.jit
 def _sum_planes(at, mask, plane, PLANES: tl.constexpr):
-    total = tl.load(at, mask=mask, other=0.0)
+    # Not through the L1 cache: other programs of this launch may have written them.
+    total = tl.load(at, mask=mask, other=0.0, cache_modifier=".cg")
     for i in tl.static_range(1, PLANES):
-        total += tl.load(at + i * plane, mask=mask, other=0.0)
+        total += tl.load(at + i * plane, mask=mask, other=0.0, cache_modifier=".cg")
     return total
 
 

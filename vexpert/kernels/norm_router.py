@@ -30,6 +30,8 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
+from vexpert.kernels.dense_factors import DenseDelta
+from vexpert.kernels.dense_reader import add_of_row, factors_of_row, row_rest
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.norms import MAX_WIDTH, Norm
 from vexpert.kernels.rms_norm import add_residual, scale_rows
@@ -86,6 +88,13 @@ def _norm_router_kernel(
     scale,
     sum_add,
     sum_min,
+    h,
+    slots,
+    arena,
+    table,
+    num_slots,
+    stride_h,
+    plane,
     WIDTH: tl.constexpr,
     FORM: tl.constexpr,
     SCALE: tl.constexpr,
@@ -105,6 +114,11 @@ def _norm_router_kernel(
     TOP_GROUPS: tl.constexpr,
     TWO: tl.constexpr,
     BLOCK_G: tl.constexpr,
+    LORA: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
+    PLANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = normed.dtype.element_ty
@@ -123,9 +137,18 @@ def _norm_router_kernel(
     if FORM != "plain":
         w = tl.load(norm_weight + column, mask=inside, other=0.0)
     pdl_release(PDL)
+    if LORA:
+        rank, b_at, b = factors_of_row(
+            token, column, inside, slots, arena, table, num_slots, WIDTH, BLOCK_RANK, ALIGNMENT
+        )
     pdl_wait(PDL)
     value = tl.load(x + token * stride_x + column, mask=inside, other=0.0).to(tl.float32)
     other = tl.load(residual + token * stride_residual + column, mask=inside, other=0.0)
+    if LORA:
+        value = add_of_row(
+            value, token, rank, b_at, b, column, inside, h, plane, stride_h, arena, dtype, WIDTH,
+            BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
+        )  # fmt: skip
     value = add_residual(value, other.to(tl.float32), multiplier, SCALE, dtype)
     factor = tl.rsqrt(tl.sum(value * value, 0) / WIDTH + eps)
     y = scale_rows(value * factor, w, FORM, dtype)
@@ -162,10 +185,12 @@ def norm_router(
     router: Router,
     scratch: Scratch,
     pdl: bool = False,
+    rest: DenseDelta | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
     """(total, normed [T, H], ids [T, K] int64, weights [T, K]) of x and residual [T, H].
 
-    At most MOST_TOKENS tokens. The scratch may be another launch's once this one has ended.
+    `rest`: what is still to add to x. At most MOST_TOKENS tokens. The scratch may be another
+    launch's once this one has ended.
     """
     check_matrix("x", x)
     check_matrix("residual", residual)
@@ -180,6 +205,7 @@ def norm_router(
     normed = torch.empty_like(total)
     ids = torch.empty(tokens, choice.top_k, dtype=torch.int64, device=device)
     weights = torch.empty(tokens, choice.top_k, dtype=router.dtype, device=device)
+    given, options = row_rest(rest, x, width)
     block = power_of_two(width, 16, MAX_WIDTH)
     experts = power_of_two(num_experts, 1, max(1, TILE // block))
     splits = ceil_div(num_experts, experts)
@@ -203,6 +229,7 @@ def norm_router(
         choice.scale,
         choice.sum_add,
         choice.sum_min,
+        *given,
         WIDTH=width,
         FORM=norm.form,
         SCALE=multiplier != 1.0,
@@ -212,6 +239,7 @@ def norm_router(
         PRODUCT_BIAS=router.bias is not None,
         ROUNDS=router.rounds,
         **choice_options(choice, num_experts, router.choice_bias is not None),
+        **options,
         num_warps=8,
         **pdl_options(pdl),
     )

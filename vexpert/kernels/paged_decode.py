@@ -60,6 +60,7 @@ class DecodeShape:
 
 
 MOST_SPLITS = 64
+EARLY_ROWS = 2  # the product that follows so few rows loads its weights meanwhile: it may start
 
 
 def count_splits(shape: DecodeShape, programs: int, most_keys: int) -> int:
@@ -114,8 +115,9 @@ def _decode_kernel(
     HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
-    GROUP: tl.constexpr, PRECISION: tl.constexpr, PDL: tl.constexpr,
+    GROUP: tl.constexpr, PRECISION: tl.constexpr, RELEASE: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
+    pdl_release(PDL and RELEASE)
     pdl_wait(PDL)
     parts: tl.constexpr = (GROUP_SIZE + BLOCK_H - 1) // BLOCK_H
     b, split = tl.program_id(1), tl.program_id(2)
@@ -177,7 +179,7 @@ def _decode_kernel(
         scores = tl.where(inside[None, :], scores, float("-inf"))
         peak, total, acc = fold(scores, value, peak, total, acc, False, PRECISION)
 
-    pdl_release(PDL)
+    pdl_release(PDL and not RELEASE)
     wanted = mine[:, None] & (column < DV)[None, :]
     if used == 1:
         target = out + token * stride_ot + (first_head + h)[:, None] * stride_oh + column[None, :]
@@ -266,6 +268,7 @@ def paged_decode(
         # [GROUP, ROWS, BLOCK_DV] float32 lie in registers
         GROUP=max(1, min(8, 64 * 32 * shape.num_warps // (rows * block_dv))),
         PRECISION=dot_precision(query.dtype),
+        RELEASE=out.shape[0] <= EARLY_ROWS,
         num_warps=shape.num_warps,
         num_stages=shape.num_stages,
         **pdl_options(shape.pdl),

@@ -22,6 +22,8 @@ from vexpert.kernels.common import (
     pdl_wait,
     power_of_two,
 )
+from vexpert.kernels.dense_factors import DenseDelta
+from vexpert.kernels.dense_reader import add_of_row, factors_of_row, row_rest
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.norms import MAX_WIDTH, Norm
 
@@ -61,12 +63,24 @@ def _rms_norm_kernel(
     stride_residual,
     eps,
     multiplier,
+    h,
+    slots,
+    arena,
+    table,
+    num_slots,
+    stride_h,
+    plane,
     WIDTH: tl.constexpr,
     FORM: tl.constexpr,
     ADD: tl.constexpr,
     SCALE: tl.constexpr,
     ROWS: tl.constexpr,
     BLOCK: tl.constexpr,
+    LORA: tl.constexpr,
+    BLOCK_RANK: tl.constexpr,
+    RANK_STEPS: tl.constexpr,
+    PLANES: tl.constexpr,
+    ALIGNMENT: tl.constexpr,
     PDL: tl.constexpr,
 ):
     dtype: tl.constexpr = y.dtype.element_ty
@@ -77,8 +91,20 @@ def _rms_norm_kernel(
     if FORM != "plain":
         w = tl.load(weight + column, mask=column < WIDTH, other=0.0)
     pdl_release(PDL)
+    if LORA:  # a row a program
+        n = tl.arange(0, BLOCK)
+        rank, b_at, b = factors_of_row(
+            tl.program_id(0), n, n < WIDTH, slots, arena, table, num_slots, WIDTH, BLOCK_RANK,
+            ALIGNMENT,
+        )  # fmt: skip
     pdl_wait(PDL)
     value = tl.load(x + row * stride_x + column, mask=inside, other=0.0).to(tl.float32)
+    if LORA:
+        one = add_of_row(
+            tl.reshape(value, (BLOCK,)), tl.program_id(0), rank, b_at, b, n, n < WIDTH, h, plane,
+            stride_h, arena, dtype, WIDTH, BLOCK_RANK, RANK_STEPS, PLANES, ALIGNMENT,
+        )  # fmt: skip
+        value = tl.reshape(one, (1, BLOCK))
     if ADD:
         at = residual + row * stride_residual + column
         other = tl.load(at, mask=inside, other=0.0).to(tl.float32)
@@ -91,7 +117,12 @@ def _rms_norm_kernel(
 
 
 def _launch(
-    x: torch.Tensor, residual: torch.Tensor | None, norm: Norm, multiplier: float, pdl: bool
+    x: torch.Tensor,
+    residual: torch.Tensor | None,
+    norm: Norm,
+    multiplier: float,
+    pdl: bool,
+    rest: DenseDelta | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(total or x, y) of rows x [T, W]."""
     check_matrix("x", x)
@@ -103,7 +134,8 @@ def _launch(
         return total, y
     block = power_of_two(width, 16, MAX_WIDTH)
     # Narrow rows, such as heads, share a program: 1024 elements keep a warp busy.
-    together = max(1, min(power_of_two(rows, 1, 64), 1024 // block))
+    together = 1 if rest else max(1, min(power_of_two(rows, 1, 64), 1024 // block))
+    given, options = row_rest(rest, x, width)
     _rms_norm_kernel[(ceil_div(rows, together),)](
         x,
         x if residual is None else residual,
@@ -115,12 +147,14 @@ def _launch(
         x.stride(0) if residual is None else residual.stride(0),
         norm.eps,
         multiplier,
+        *given,
         WIDTH=width,
         FORM=norm.form,
         ADD=residual is not None,
         SCALE=multiplier != 1.0,
         ROWS=together,
         BLOCK=block,
+        **options,
         num_warps=power_of_two(block * together // 256, 1, 8),
         **pdl_options(pdl),
     )
@@ -139,10 +173,14 @@ def add_rms_norm(
     norm: Norm,
     multiplier: float = 1.0,
     pdl: bool = False,
+    rest: DenseDelta | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total, y), both [..., W] contiguous, of x and residual [..., W]."""
+    """(total, y), both [..., W] contiguous, of x and residual [..., W].
+
+    `rest`: what is still to add to x.
+    """
     assert x.shape == residual.shape, (x.shape, residual.shape)
     assert x.dtype == residual.dtype, (x.dtype, residual.dtype)
     rows = (x.reshape(-1, norm.width), residual.reshape(-1, norm.width))
-    total, y = _launch(*rows, norm, multiplier, pdl)
+    total, y = _launch(*rows, norm, multiplier, pdl, rest)
     return total.view(x.shape), y.view(x.shape)

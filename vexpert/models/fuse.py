@@ -63,7 +63,7 @@ class Fusions:
                 module.forward = forward
 
     def pack(self, model: nn.Module, backend: LoraBackend, context: StepContext) -> None:
-        """Make q, k and v one product each, and fuse the embedding.
+        """Make q, k and v one product each, o the backend's, and fuse the embedding.
 
         Comes after LoRA-aware modules took their places in `model`.
         """
@@ -73,9 +73,11 @@ class Fusions:
         for module, fused in self.attentions.items():
             linears = [getattr(module, name) for name in PROJECTIONS]
             try:
-                fused.project = LoraPackedLinear(linears, backend).parts
+                fused.project = LoraPackedLinear(linears, backend).deferred_parts
             except UnsupportedError as error:
                 self.keep(module, f"q, k and v are three products, {error}")
+            if type(module.o_proj) is nn.Linear:  # with LoRA it asks the backend itself
+                fused.output = LoraPackedLinear([module.o_proj], backend)
 
     def report(self) -> None:
         """Log what was fused, and once for each class what was not and why."""

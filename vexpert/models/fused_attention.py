@@ -6,9 +6,11 @@ from typing import Any
 import torch
 from torch import nn
 
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.replay import Replays
 from vexpert.kernels.rope_write import Heads, Rope, rope_write
+from vexpert.lora.layers import LoraLinear
 from vexpert.models.attention import AttentionLayer, Softmax
 from vexpert.models.fused_record import AttentionInputs, Call, Records, agree
 
@@ -16,7 +18,8 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 NORM_NAMES = ("q_norm", "k_norm")
 Angles = tuple[torch.Tensor, torch.Tensor]
 ATTENTION = Replays("attention")
-Project = Callable[[torch.Tensor], tuple[torch.Tensor, ...]]  # x [..., in] -> q, k, v [..., out]
+# x [..., in] -> q, k, v [..., out], and what is still to add to them
+Project = Callable[[torch.Tensor], tuple[tuple[torch.Tensor, ...], DenseDelta | None]]
 
 
 class FusedAttention:
@@ -29,6 +32,7 @@ class FusedAttention:
         self.softmax = softmax
         self.pdl = pdl
         self.project: Project = self._each
+        self.output: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: o_proj itself
         norms = heads.q_norm, heads.k_norm
         sinks = softmax.sinks
         weights = [norm.weight for norm in norms if norm is not None]
@@ -37,42 +41,52 @@ class FusedAttention:
         forms = [None if norm is None else (norm.eps, norm.form, norm.width) for norm in norms]
         self._facts = (*sizes, *forms, softmax.scaling, softmax.softcap, len(self._tensors))
 
-    def _each(self, x: torch.Tensor) -> tuple[torch.Tensor, ...]:
+    def _each(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
         module = self.module
-        return module.q_proj(x), module.k_proj(x), module.v_proj(x)
+        return (module.q_proj(x), module.k_proj(x), module.v_proj(x)), None
 
     def __call__(
         self, hidden_states: torch.Tensor, position_embeddings: Angles | None = None, **_: object
     ) -> tuple[torch.Tensor, None]:
         """hidden_states [1, T, H], (cos, sin) [1, T, R] each -> [1, T, H]."""
+        output = self.output or self.module.o_proj
+        return output(self._attend(hidden_states, position_embeddings)), None
+
+    def deferred(
+        self, hidden_states: torch.Tensor, position_embeddings: Angles | None = None, **_: object
+    ) -> tuple[torch.Tensor, DenseDelta | None]:
+        """The same, and what its reader has still to add to it; None: nothing."""
+        done, o_proj = self._attend(hidden_states, position_embeddings), self.module.o_proj
+        if isinstance(o_proj, LoraLinear):
+            return o_proj.deferred(done)
+        return (self.output or o_proj)(done), None
+
+    def _attend(self, hidden: torch.Tensor, position_embeddings: Angles | None) -> torch.Tensor:
+        """What o_proj reads, [1, T, Hq * d]; what prompts launch for it is replayed."""
         layer = self.module.vexpert_layer
         assert isinstance(layer, AttentionLayer)
-        parts = tuple(part[0] for part in self.project(hidden_states))
-        angles = _flat(parts[0], position_embeddings)
-        done = self._attend(layer, parts, angles)
-        return self.module.o_proj(done.view(1, done.shape[0], -1)), None
-
-    def _attend(
-        self, layer: AttentionLayer, parts: tuple[torch.Tensor, ...], angles: Angles
-    ) -> torch.Tensor:
-        """Attention of q, k and v; what prompts launch for it is replayed."""
         running = layer.context.running
         rows, cache = running.step.cache_rows, (layer.keys, layer.values)
+        projected, rest = self.project(hidden)
+        parts = tuple(part[0] for part in projected)
+        angles = _flat(parts[0], position_embeddings)
 
         def run() -> tuple[torch.Tensor]:
-            query = self._rotate(parts, angles, rows, cache)
+            query = self._rotate(parts, angles, rows, cache, rest)
             return (layer.attend(query, self.softmax),)
 
         batch = running.attention_batch
-        if batch.max_query_len == 1:
-            return run()[0]
-        lengths = batch.block_size, batch.max_query_len, batch.max_kv_len
-        arrays = batch.query_starts, batch.kv_lens, batch.block_tables
-        turned = () if angles[0] is parts[0] else angles
-        inputs = [*parts, *turned, rows, *cache, *arrays, *self._tensors]
-        (done,) = ATTENTION(None, (self._facts, layer.kind, lengths), inputs, run)
-        assert done is not None
-        return done
+        if batch.max_query_len == 1 or rest is not None:  # whose tensors are not among the inputs
+            done = run()[0]
+        else:
+            lengths = batch.block_size, batch.max_query_len, batch.max_kv_len
+            arrays = batch.query_starts, batch.kv_lens, batch.block_tables
+            turned = () if angles[0] is parts[0] else angles
+            inputs = [*parts, *turned, rows, *cache, *arrays, *self._tensors]
+            (found,) = ATTENTION(None, (self._facts, layer.kind, lengths), inputs, run)
+            assert found is not None
+            done = found
+        return done.view(1, done.shape[0], -1)
 
     def rotate(
         self,
@@ -82,8 +96,9 @@ class FusedAttention:
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Queries [T, Hq, d]; keys and values go to `rows` [T] of the cache."""
-        parts = tuple(part[0] for part in self.project(hidden))
-        return self._rotate(parts, _flat(parts[0], angles), rows, cache)
+        projected, rest = self.project(hidden)
+        parts = tuple(part[0] for part in projected)
+        return self._rotate(parts, _flat(parts[0], angles), rows, cache, rest)
 
     def _rotate(
         self,
@@ -91,9 +106,10 @@ class FusedAttention:
         angles: Angles,
         rows: torch.Tensor,
         cache: tuple[torch.Tensor, torch.Tensor],
+        rest: DenseDelta | None,
     ) -> torch.Tensor:
         q, k, v = parts
-        return rope_write(q, k, v, self.heads, self.rope, angles, rows, cache, self.pdl)
+        return rope_write(q, k, v, self.heads, self.rope, angles, rows, cache, self.pdl, rest)
 
 
 def _flat(q: torch.Tensor, angles: Angles | None) -> Angles:

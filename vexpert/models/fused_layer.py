@@ -11,13 +11,17 @@ from typing import Any
 import torch
 from torch import nn
 
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norm_router import MOST_TOKENS, Scratch, norm_router
 from vexpert.kernels.rms_norm import add_rms_norm
 from vexpert.models.experts import ExpertsLayer
+from vexpert.models.fused_attention import FusedAttention
 from vexpert.models.fused_norm import FusedNorm
 from vexpert.models.fused_record import Call, Records
 from vexpert.models.fused_router import FusedRouter
 from vexpert.ops.types import Finish
+
+MOST_ENDED = 8  # tokens; each program of `norm_router` reads its token's factors anew
 
 
 @dataclass
@@ -48,18 +52,27 @@ class FusedLayer:
         parts = self.parts
         normed = parts.first(hidden_states)
         given = {name: options[name] for name in parts.options}
-        attended = parts.attention(hidden_states=normed, **given)[0]
-        return self._block(*self._second(attended, hidden_states))
+        fused = parts.attention.forward
+        if isinstance(fused, FusedAttention) and self._defers(hidden_states):
+            attended, rest = fused.deferred(hidden_states=normed, **given)
+        else:
+            attended, rest = parts.attention(hidden_states=normed, **given)[0], None
+        return self._block(*self._second(attended, hidden_states, rest))
+
+    def _defers(self, hidden: torch.Tensor) -> bool:
+        """Whether the norm of so many rows had better end what o_proj's adapters add."""
+        tokens = hidden.numel() // hidden.shape[-1]
+        return tokens <= MOST_ENDED or tokens > MOST_TOKENS
 
     def _second(
-        self, branch: torch.Tensor, residual: torch.Tensor
+        self, branch: torch.Tensor, residual: torch.Tensor, rest: DenseDelta | None
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """The first sum and the norm of it; few tokens are routed in the same launch."""
         parts, router = self.parts, self.parts.router
         norm, width = parts.second.norm, residual.shape[-1]
         few = residual.numel() <= MOST_TOKENS * width
         if router is None or self.scratch is None or not few or router.is_adapted:
-            return add_rms_norm(branch, residual, norm, parts.multiplier, self.pdl)
+            return add_rms_norm(branch, residual, norm, parts.multiplier, self.pdl, rest)
         total, normed, ids, weights = norm_router(
             branch.reshape(-1, width),
             residual.reshape(-1, width),
@@ -68,6 +81,7 @@ class FusedLayer:
             router.kernel_router(branch.dtype),
             self.scratch,
             self.pdl,
+            rest,
         )
         router.set_ahead(normed, (self.scratch.logits, weights, ids))
         return total.view(residual.shape), normed.view(residual.shape)

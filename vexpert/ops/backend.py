@@ -12,6 +12,7 @@ from typing import Protocol
 import torch
 
 from vexpert.errors import UnsupportedError
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.log import get_logger, log_once
 from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.types import (
@@ -125,6 +126,11 @@ class LoraBackend(Protocol):
         `out` is the sum of the sites' outputs. Which product computes a step depends on its shape
         and on whether there is `lora`, not on slots: rows without an adapter get W x + bias.
         """
+
+    def deferred_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: PackedLora
+    ) -> tuple[torch.Tensor, DenseDelta | None]:
+        """y as of `packed_linear`, and what the kernel that reads it has still to add; or None."""
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExperts | None:
         """The layer as one operation; None: this backend runs it step by step."""

@@ -36,6 +36,8 @@ class DensePlan:
     shrink: DenseShrink
     expand: DenseTile
     fork: bool = False  # the shrink beside the library's product, where a graph is captured
+    inner: bool = False  # the shrink in the launch of `linear`, for rows of one tile
+    few_rows: int = 0  # up to so many go to `dense_few`, if a reader ends their LoRA
 
 
 @cache
@@ -68,4 +70,6 @@ def choose_dense_plan(shape: DenseShape, adapters: int) -> DensePlan:
     serves = adapters > 0 or base["alone"]
     if base["tile"] is not None and serves and shape.dtype in DOTS:
         tile = DenseTile(**base["tile"], group=lora["group"])
-    return DensePlan(tile, DenseShrink(**lora["shrink"]), DenseTile(**lora["expand"]), lora["fork"])
+    few = _first(f"few {dtype}", columns=shape.columns)["rows_with_lora" if adapters else "rows"]
+    shrink, expand = DenseShrink(**lora["shrink"]), DenseTile(**lora["expand"])
+    return DensePlan(tile, shrink, expand, lora["fork"], lora.get("inner", False), few)

@@ -28,6 +28,7 @@ def experts_inputs(
     if lora is not None:
         tables = [pair[1] for pair in (lora.gate_up, lora.down) if pair is not None]
         found += [lora.slots, tables[0].arena, *(table.packed for table in tables)]
+        found += [table.arrivals for table in tables]
         if tables[-1].arena is not tables[0].arena:
             found.append(tables[-1].arena)
     return [tensor for tensor in found if tensor is not None]

@@ -14,11 +14,12 @@ from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_pieces import find_pieces
 from vexpert.kernels.moe_runs import find_runs
-from vexpert.kernels.moe_shrink import moe_shrink
+from vexpert.kernels.moe_shrink import moe_shrink, room_for_h
 from vexpert.ops.experts_replay import EXPERTS, experts_inputs, experts_key
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
 from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
+MOST_INNER = 64  # shrunk columns of a product whose launch shrinks too; more need registers
 MAX_EXPERTS = 4094  # bins of the order's histogram, less two
 
 
@@ -89,7 +90,8 @@ def site_factors(pair: tuple[LoraSite, SiteTable] | None, most_rank: int) -> Sit
     site, table = pair
     width = ceil_div(max(most_rank, 1), 16) * 16
     slice_width = min(width, ceil_div(site.max_rank // len(site.slices), 16) * 16)
-    return SiteFactors(table.arena, table.packed, width, slice_width, table.alignment)
+    numbers = (width, slice_width, table.alignment)
+    return SiteFactors(table.arena, table.packed, *numbers, table.arrivals)
 
 
 def fused_experts(
@@ -154,6 +156,10 @@ def _launch(
             return moe_delta(source, order, pieces, its, size, is_down, is_scaled, pdl)
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
+        if how.inner and not base.is_identity and runs is None and site.max_rank <= MOST_INNER:
+            h = room_for_h(order, shape, is_down, source.shape[1])
+            stacked = (how.group, how.item_stages, how.prefetch)
+            return Expand(h, site, None, *stacked, shrink=shape)
         h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
         early = how.early and how.by_run
         return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)

@@ -51,6 +51,7 @@ class LoraPlan:
     prefetch: bool = False  # the first group's factors before the base product; of runs, where
     early: bool = False  # shrunk rows before it too; runs only
     delta: DeltaPlan | None = None  # in place of all of it, unless ranks are too many
+    inner: bool = False  # shrinks in the launches of the products; rows that are ordered only
 
 
 @dataclass(frozen=True)
@@ -141,7 +142,8 @@ def _lora(shape: MoeShape, adapters: int, rank: int) -> LoraPlan:
         rows_per_run=shape.pairs / max(1, runs),
         rank=rank,
     )
-    rest = {key: row[key] for key in ("by_run", "group", "item_stages", "prefetch", "early")}
+    keys = ("by_run", "group", "item_stages", "prefetch", "early", "inner")
+    rest = {key: row[key] for key in keys if key in row}
     plan = LoraPlan(ShrinkShape(**row["shrink"]), ShrinkShape(**row["down_shrink"]), **rest)
     delta = None
     if "delta" in row:

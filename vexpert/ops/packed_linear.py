@@ -2,7 +2,7 @@
 
 | rows | launches |
 |---|---|
-| few | shrink; product with LoRA in it |
+| few | one product with LoRA in it, shrink included; or shrink, then product with LoRA |
 | more | the library's product, in a graph with the shrink beside it; expand, which adds in place |
 | many | the library's product; shrink; expand |
 """
@@ -16,16 +16,19 @@ from torch.nn import functional
 
 from vexpert.kernels.common import can_use_pdl, ceil_div
 from vexpert.kernels.dense_expand import dense_expand
+from vexpert.kernels.dense_factors import DenseDelta, DenseFactors
+from vexpert.kernels.dense_few import can_few, dense_few
 from vexpert.kernels.dense_linear import DenseLora, dense_linear
 from vexpert.kernels.dense_order import MAX_SLOTS, RowOrder
 from vexpert.kernels.dense_shrink import dense_shrink, room_for_h
-from vexpert.kernels.dense_tiles import DenseFactors
+from vexpert.kernels.dense_tiles import DenseTile
 from vexpert.kernels.replay import Replays
 from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
 from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
 
 cuda: Any = torch.cuda  # its streams are not typed
 DENSE = Replays("LoRA of a dense layer")
+MOST_DEFERRED = 256  # rows: the reader of y reads each row's factors anew
 
 
 def is_dense(site: LoraSite, table: SiteTable) -> bool:
@@ -55,13 +58,16 @@ def packed_linear(
     factors = () if lora is None else find_factors(lora)
     if tile is not None and lora is not None and len(factors) == 1:
         assert order is not None
-        h = dense_shrink(rows, order, factors[0], plan.shrink, can_use_pdl(x.device))
-        added = DenseLora(h, order, factors[0])
+        added = _shrunk(rows, order, factors[0], tile, plan, adapters)
         sizes = factors[0].sizes
         return dense_linear(rows, weight, bias, sizes, added, tile, can_use_pdl(x.device))
     if lora is not None and len(factors) == 1 and _can_fork(x, plan):
         assert order is not None
-        return _beside(rows, weight, bias, factors[0], order, plan)
+        h, y = _beside(rows, weight, bias, factors[0], order, plan)
+        dense_expand(h, order, factors[0], plan.expand, y)
+        return y
+    if lora is None and 0 < x.shape[0] <= plan.few_rows and can_few(rows, weight):
+        return dense_few(rows, weight, bias, None, can_use_pdl(x.device))[0]
     if tile is None:
         y = functional.linear(x, weight, bias)
     else:
@@ -70,6 +76,50 @@ def packed_linear(
         assert order is not None
         add_dense(rows, y, factors, order, plan)
     return y
+
+
+def _shrunk(
+    x: torch.Tensor,
+    order: RowOrder,
+    factors: DenseFactors,
+    tile: DenseTile,
+    plan: DensePlan,
+    adapters: int,
+) -> DenseLora:
+    """What the product adds, shrunk by its own launch, if all rows are one tile, or before it."""
+    if plan.inner and x.shape[0] <= tile.block_m:
+        h, runs = room_for_h(x, factors, plan.shrink), min(x.shape[0], adapters)
+        return DenseLora(order, factors, h, plan.shrink, runs)
+    h = dense_shrink(x, order, factors, plan.shrink, can_use_pdl(x.device))
+    return DenseLora(order, factors, h)
+
+
+def deferred_linear(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    bias: torch.Tensor | None,
+    lora: PackedLora,
+    order: RowOrder,
+    plan: DensePlan | None = None,
+) -> tuple[torch.Tensor, DenseDelta | None]:
+    """(y, what is still to add to it); None: nothing, it has been added."""
+    rows = x if x.stride(1) == 1 else x.contiguous()
+    plan = plan or choose_dense_plan(shape_of(x, weight.shape[0]), lora.num_adapters)
+    factors = find_factors(lora)
+    if len(factors) > 1 or not 0 < x.shape[0] <= MOST_DEFERRED:
+        return packed_linear(x, weight, bias, lora, order, plan), None
+    pdl, tile = can_use_pdl(x.device), plan.linear
+    if x.shape[0] <= plan.few_rows and can_few(rows, weight):
+        return dense_few(rows, weight, bias, (order.slots, factors[0]), pdl)
+    if tile is not None and plan.inner and x.shape[0] <= tile.block_m:
+        added = replace(_shrunk(rows, order, factors[0], tile, plan, lora.num_adapters), adds=False)
+        h, y = added.h, dense_linear(rows, weight, bias, factors[0].sizes, added, tile, pdl)
+    elif _can_fork(x, plan):
+        h, y = _beside(rows, weight, bias, factors[0], order, plan)
+    else:
+        h = dense_shrink(rows, order, factors[0], plan.shrink, pdl)
+        y = functional.linear(x, weight, bias)
+    return y, DenseDelta(h, order.slots, factors[0])
 
 
 def _can_fork(x: torch.Tensor, plan: DensePlan) -> bool:
@@ -84,8 +134,8 @@ def _beside(
     factors: DenseFactors,
     order: RowOrder,
     plan: DensePlan,
-) -> torch.Tensor:
-    """The library's product, the shrink beside it on another stream, then expand."""
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(h, y) of the library's product and of the shrink beside it on another stream."""
     main, side = cuda.current_stream(x.device), _side_stream(x.device)
     h = room_for_h(x, factors, plan.shrink)  # of the main stream, as its last reader
     side.wait_stream(main)
@@ -93,8 +143,7 @@ def _beside(
         dense_shrink(x, order, factors, plan.shrink, h=h)
     y = functional.linear(x, weight, bias)
     main.wait_stream(side)
-    dense_expand(h, order, factors, plan.expand, y)
-    return y
+    return h, y
 
 
 @cache
@@ -156,6 +205,7 @@ def _find_factors(lora: PackedLora) -> tuple[DenseFactors, ...]:
         step,
         tuple(site.out_features for site in lora.sites),
         width,
+        first.arrivals,
         first.alignment,
     )
     even = all(place == places[0] + i * step for i, place in enumerate(places))

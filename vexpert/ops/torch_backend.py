@@ -3,6 +3,7 @@
 import torch
 from torch.nn import functional
 
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.ops import per_adapter, torch_gemm, torch_routing
 from vexpert.ops.backend import check_operands
 from vexpert.ops.routing import Arrangement, Routing
@@ -131,6 +132,11 @@ class TorchBackend:
             self.apply(x, y, site, table, lora.routing)
             parts.append(y)
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
+
+    def deferred_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: PackedLora
+    ) -> tuple[torch.Tensor, DenseDelta | None]:
+        return self.packed_linear(x, weight, bias, lora), None
 
     def fuse_experts(self, experts: ExpertsTensors) -> None:
         """Step by step: the products are PyTorch's."""

@@ -7,6 +7,7 @@ import torch
 
 from vexpert.kernels.blocks import Blocks, make_blocks, virtual_keys
 from vexpert.kernels.combine import combine
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.dense_order import RowOrder, order_rows
 from vexpert.kernels.grouped_gemm import grouped_gemm
 from vexpert.kernels.lora_expand import SliceRun, lora_expand
@@ -16,6 +17,7 @@ from vexpert.ops.dense_plan import choose_dense_plan
 from vexpert.ops.fused_experts import MAX_EXPERTS, FusedExpertsKernel
 from vexpert.ops.packed_linear import (
     add_dense,
+    deferred_linear,
     find_factors,
     is_dense,
     packed_linear,
@@ -175,6 +177,14 @@ class TritonBackend:
             return packed_linear(x, weight, bias, None, None)
         assert isinstance(lora.routing, TritonRouting)
         return packed_linear(x, weight, bias, lora, lora.routing.order)
+
+    def deferred_linear(
+        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: PackedLora
+    ) -> tuple[torch.Tensor, DenseDelta | None]:
+        assert isinstance(lora.routing, TritonRouting)
+        for site, table in zip(lora.sites, lora.tables, strict=True):
+            assert is_dense(site, table), site
+        return deferred_linear(x, weight, bias, lora, lora.routing.order)
 
     def _add_dense(self, x: torch.Tensor, y: torch.Tensor, lora: PackedLora) -> None:
         assert isinstance(lora.routing, TritonRouting)

@@ -4,7 +4,7 @@ All integer tables live on the device of the arena. A *row* is one line of an ac
 a token for a dense Linear, a (token, k-th expert) pair for routed experts.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
@@ -61,6 +61,12 @@ class SiteTable:
         int
     ]  # [S] copy of `rank` on the host: decides, without a sync, what can be skipped
     alignment: int = 1  # every factor starts at a multiple of so many elements
+    # [1] int32 on the device, zero between launches, whose programs wait by it.
+    arrivals: torch.Tensor = field(init=False, repr=False, compare=False)
+
+    def __post_init__(self) -> None:
+        zero = torch.zeros(1, dtype=torch.int32, device=self.packed.device)
+        object.__setattr__(self, "arrivals", zero)
 
     @cached_property
     def found(self) -> dict[Any, Any]:

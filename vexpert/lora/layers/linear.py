@@ -5,6 +5,7 @@ from torch import nn
 from torch.nn import functional
 
 from vexpert.errors import UnsupportedError
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.lora.layers.rows import SiteDelta
 from vexpert.lora.types import BatchView, LinearTarget, LoraState
 from vexpert.ops.backend import LoraBackend
@@ -56,6 +57,24 @@ class LoraLinear(nn.Linear):
             self._add(view, rows, y.view(-1, self.out_features))
         return y
 
+    def deferred(self, x: torch.Tensor) -> tuple[torch.Tensor, DenseDelta | None]:
+        """y, and what its reader has still to add to it; None: nothing."""
+        delta, view = self.delta, self.delta.state.view
+        fits = view is not None and delta.backend.can_pack and delta.is_adapted(view)
+        if view is None or not fits or not delta.fits(view, x, self.weight):
+            return self.forward(x), None
+        rows = x.reshape(-1, self.in_features)
+        lora = self._lora(view)
+        y, rest = delta.backend.deferred_linear(rows, self.weight, self.bias, lora)
+        return y.view(*x.shape[:-1], self.out_features), rest
+
+    def _lora(self, view: BatchView) -> PackedLora:
+        delta = self.delta
+        routing = delta.shared_group(view, self.rows_key, self.slots(view)).routing
+        assert routing is not None, "the classic path does not fit"
+        ranks, most = (delta.most_rank(view),), view.most_adapters
+        return PackedLora((delta.site,), (delta.table,), routing, view.active_slots, ranks, most)
+
     def _packed(self, x: torch.Tensor, view: BatchView | None) -> torch.Tensor:
         """Base and LoRA as one operation of the backend, where the step allows it."""
         backend, delta = self.delta.backend, self.delta
@@ -63,13 +82,7 @@ class LoraLinear(nn.Linear):
         if view is None or not delta.is_adapted(view):
             y = backend.packed_linear(rows, self.weight, self.bias, None)
         elif delta.fits(view, x, self.weight):
-            routing = delta.shared_group(view, self.rows_key, self.slots(view)).routing
-            assert routing is not None, "the classic path does not fit"
-            ranks, most = (delta.most_rank(view),), view.most_adapters
-            lora = PackedLora(
-                (delta.site,), (delta.table,), routing, view.active_slots, ranks, most
-            )
-            y = backend.packed_linear(rows, self.weight, self.bias, lora)
+            y = backend.packed_linear(rows, self.weight, self.bias, self._lora(view))
         else:
             y = backend.packed_linear(rows, self.weight, self.bias, None)
             self._add(view, rows, y)

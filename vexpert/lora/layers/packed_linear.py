@@ -6,6 +6,7 @@ import torch
 from torch import nn
 
 from vexpert.errors import UnsupportedError
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.lora.layers.linear import LoraLinear
 from vexpert.lora.layers.rows import SiteDelta
 from vexpert.lora.types import BatchView
@@ -79,6 +80,17 @@ class LoraPackedLinear(nn.Module):
             return tuple(linear(x) for linear in self.linears)
         return torch.split(self.forward(x), self.sizes, -1)
 
+    def deferred_parts(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
+        """The same, and what their reader has still to add to them; None: nothing."""
+        view = self._adapted_view()
+        if view is None or not all(delta.fits(view, x, self.weight) for delta in self.deltas):
+            return self.parts(x), None
+        if not self.backend.can_pack:
+            return self.parts(x), None
+        rows = x.reshape(-1, self.in_features)
+        y, rest = self.backend.deferred_linear(rows, self.weight, self.bias, self._lora(view))
+        return torch.split(y.view(*x.shape[:-1], self.out_features), self.sizes, -1), rest
+
     def _adapted_view(self) -> BatchView | None:
         """This step's view, if an active slot adapts one of the sites."""
         view = self.deltas[0].state.view if self.deltas else None
@@ -106,7 +118,9 @@ class LoraPackedLinear(nn.Module):
 
 @torch.no_grad()
 def _pack(parameters: Sequence[torch.Tensor]) -> torch.Tensor:
-    """All of them in one tensor, along dimension 0; they become views of it."""
+    """All of them in one tensor, along dimension 0; they become views of it. One stays itself."""
+    if len(parameters) == 1:
+        return parameters[0].detach()
     packed = torch.cat([parameter.detach() for parameter in parameters])
     start = 0
     for parameter in parameters:

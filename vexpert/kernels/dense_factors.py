@@ -1,0 +1,39 @@
+"""What the kernels of dense layers are given of adapters, and what they leave to the next one."""
+
+from dataclasses import dataclass
+from math import gcd
+
+import torch
+
+
+@dataclass(frozen=True)
+class DenseFactors:
+    """Factors of one packed layer's sites: the arena and where their tables lie in it."""
+
+    arena: torch.Tensor
+    table: torch.Tensor  # [7, S] int64, of the first site
+    site_step: int  # elements from one site's table to the next one's
+    sizes: tuple[int, ...]  # columns of each site
+    width: int  # of a site's shrunk rows: a multiple of 16, no less than any active rank
+    arrivals: torch.Tensor  # [1] int32, zero between launches; see `kernels/arrivals.py`
+    alignment: int = 1  # every factor starts at a multiple of so many elements
+
+    @property
+    def num_slots(self) -> int:
+        return self.table.shape[1]
+
+    def alignment_of(self, row: int) -> int:
+        """What every row of `row` elements of a factor is aligned to, as loads may assume."""
+        return gcd(self.alignment, row, 16)
+
+
+@dataclass(frozen=True)
+class DenseDelta:
+    """What adapters still add to a packed layer's output: y[r] += B[site, slot] h[r] at each site.
+
+    The kernel that reads y does it.
+    """
+
+    h: torch.Tensor  # [PLANES, R, sites * WIDTH] float32, see `dense_shrink`
+    slots: torch.Tensor  # [R] int64, < 0: base
+    factors: DenseFactors
