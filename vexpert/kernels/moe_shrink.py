@@ -92,7 +92,6 @@ def _shrink_run(
             tl.store(target, out, mask=own[:, None] & its[None, :])
 
 
-@direct_launch
 @triton.jit
 def shrink_position(
     at, number, hidden, topk_ids, pair_at, run_start, run_end, arena, address, rank_at, h,
