@@ -1,15 +1,15 @@
 """An hour of traffic to hundreds of adapters, in minutes: the demo model, every answer checked.
 
-`--adapters` names of the demo's four adapters, of which `--fit` fit on the device; requests come by
-zipf as fast as the engine takes them, with reloads, unloads, aborts and clients that go away between,
-until there were `--requests`, or for `--seconds`. The line before the last says whether all of this
-held, and is the exit code; the last one is JSON.
+`--adapters` names of the demo's four adapters, of which `--fit` fit on the device; requests come
+by zipf as fast as the engine takes them, with reloads, unloads, aborts and clients that go away
+between, until there were `--requests`, or for `--seconds`. The line before the last says whether
+all of this held, and is the exit code; the last one is JSON.
 
 | held | means |
 |---|---|
-| answers | each is its own adapter's, of the version it began with: none is another adapter's, and at |
-| | most 3% are wrong at all (the demo's own mistakes) |
-| starvation | no request was passed by more newer ones than `MAX_PASSED`, or took `--longest` seconds |
+| answers | each is its own adapter's, of the version it began with: none is another adapter's, and |
+| | at most 3% are wrong at all (the demo's own mistakes) |
+| starvation | no request was passed by more newer ones than `MAX_PASSED`, or took `--longest` |
 | leaks | adapters, KV blocks, device and host bytes, files, threads: nothing is left when all are |
 | | unloaded; the process and the device did not grow in the second half of the traffic |
 | deadlock | there were never ten seconds without a token |
