@@ -7,7 +7,7 @@ all of this held, and is the exit code; the last one is JSON.
 
 | held | means |
 |---|---|
-| answers | each is its own adapter's, of the version it began with: none is another adapter's, and |
+| answers | each is its own adapter's, of the version it began with: never another's, and |
 | | at most 3% are wrong at all (the demo's own mistakes) |
 | starvation | no request was passed by more newer ones than `MAX_PASSED`, or took `--longest` |
 | leaks | adapters, KV blocks, device and host bytes, files, threads: nothing is left when all are |
