@@ -12,7 +12,7 @@ all. One load at a time, without a pause:
 | reads | adapters are read from files to host memory, and dropped |
 | files | adapters come to the device from files, and evict others |
 
-`rise` is of the 99th percentile of all steps over that of `alone`, in percent; `low` and `high` hold
+`rise`: the 99th percentile of all steps over that of `alone`, in percent; `low` and `high` hold
 95% of 2,000 draws of the rounds with replacement, the same rounds for both. The verdict, before the
 last line, which is JSON: whether `high` of host and files is at most `--most`, `low` above it, or
 neither.
