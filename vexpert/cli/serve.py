@@ -10,8 +10,10 @@ import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vexpert.cli.boot import Boot, EngineEnded, Stopped
 from vexpert.cli.config_file import add_config
 from vexpert.cli.parser import add_engine_options, engine_config
+from vexpert.cli.serve_options import add_server_options
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError
@@ -22,7 +24,10 @@ if TYPE_CHECKING:
     from vexpert.server.engine_process import EngineProcess
     from vexpert.server.options import ServerOptions
 
-LOG_LEVELS = ("debug", "info", "warning", "error")
+NOT_NEGATIVE = (
+    *("max_queue_len", "shutdown_timeout", "request_timeout", "engine_restarts"),
+    "engine_step_timeout",
+)
 logger = get_logger(__name__)
 
 
@@ -37,7 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     parser.usage = "vexpert serve [MODEL] [options]"
     add_config(parser)
-    _add_server_options(parser)
+    add_server_options(parser)
     groups = add_engine_options(parser)
     add_lora_modules(groups["lora"])
     groups["model"].add_argument(
@@ -59,109 +64,6 @@ def add_lora_modules(group: Any) -> None:
     )
 
 
-def _add_server_options(parser: argparse.ArgumentParser) -> None:
-    """The options of the HTTP server, in groups."""
-    group = parser.add_argument_group("server")
-    group.add_argument("--host", default="127.0.0.1", help="address to listen on")
-    group.add_argument("--port", type=int, default=8000, metavar="N", help="0: a free one")
-    group.add_argument(
-        "--served-model-name", nargs="+", default=[], metavar="NAME", help="the base model's names"
-    )
-    group.add_argument("--no-web", action="store_true", help="no page at /")
-    _add_access_options(parser.add_argument_group("access"))
-    _add_limits(parser.add_argument_group("limits"))
-    _add_chat_options(parser.add_argument_group("chat"))
-    _add_log_options(parser.add_argument_group("logs"))
-
-
-def _add_access_options(group: Any) -> None:
-    group.add_argument(
-        "--api-key",
-        nargs="+",
-        default=[],
-        help="keys that requests must carry, those for /metrics too",
-    )
-    group.add_argument(
-        "--api-key-file",
-        metavar="FILE",
-        help="a key a line, then the models it is for, by white space; none: all",
-    )
-    group.add_argument(
-        "--allowed-adapter-roots",
-        nargs="+",
-        default=[],
-        metavar="FOLDER",
-        help="where adapters may be loaded from over HTTP; default: anywhere",
-    )
-    group.add_argument(
-        "--allowed-origins", nargs="+", default=[], metavar="URL", help="CORS; *: all of them"
-    )
-    for name in ("methods", "headers"):
-        group.add_argument(
-            f"--allowed-{name}", nargs="+", default=["*"], metavar="NAME", help=f"CORS {name}"
-        )
-    group.add_argument("--allow-credentials", action="store_true", help="CORS with credentials")
-
-
-def _add_limits(group: Any) -> None:
-    group.add_argument(
-        "--max-body-bytes", type=int, default=16 * 2**20, metavar="N", help="largest request body"
-    )
-    group.add_argument(
-        "--max-queue-len",
-        type=int,
-        default=4096,
-        metavar="N",
-        help="completions accepted beyond --max-num-seqs; more get 429",
-    )
-    group.add_argument(
-        "--request-timeout", type=float, metavar="X", help="seconds to answer in; default: any time"
-    )
-    group.add_argument(
-        "--shutdown-timeout",
-        type=float,
-        default=30.0,
-        metavar="X",
-        help="seconds that accepted requests have after a signal",
-    )
-    group.add_argument(
-        "--engine-restarts",
-        type=int,
-        default=3,
-        metavar="N",
-        help="most restarts of a failed engine in 10 minutes; one more, and the server ends",
-    )
-
-
-def _add_chat_options(group: Any) -> None:
-    group.add_argument(
-        "--chat-template", metavar="FILE", help="Jinja template in place of the model's own"
-    )
-    group.add_argument(
-        "--tool-call-parser",
-        choices=("hermes", "llama3_json", "mistral"),
-        help="how the model writes tool calls; without it tools are refused",
-    )
-
-
-def _add_log_options(group: Any) -> None:
-    group.add_argument(
-        "--log-format", choices=("text", "json"), default="text", help="json: an object a line"
-    )
-    group.add_argument(
-        "--uvicorn-log-level", choices=LOG_LEVELS, default="info", help="of HTTP's lines"
-    )
-    group.add_argument(
-        "--disable-uvicorn-access-log", action="store_true", help="no log line per request"
-    )
-    group.add_argument("--disable-log-stats", action="store_true", help="no periodic status line")
-    group.add_argument(
-        "--otlp-traces-endpoint",
-        metavar="URL",
-        help="OpenTelemetry collector for a span a request; needs vexpert[tracing]",
-    )
-
-
 def lora_module(text: str) -> LoraModule:
     """Parse NAME=PATH or a JSON object. Raises ArgumentTypeError."""
     if text.lstrip().startswith("{"):
@@ -178,6 +80,15 @@ def lora_module(text: str) -> LoraModule:
 def run(args: argparse.Namespace) -> int:
     """Boot and serve until a signal; the exit code."""
     _check(args)
+    try:
+        with Boot() as boot:
+            return _bind_and_serve(args, boot)
+    except Stopped:
+        logger.info("a signal ended the server before it was ready")
+        return 0
+
+
+def _bind_and_serve(args: argparse.Namespace, boot: Boot) -> int:
     config = engine_config(args)
     limit_spinning()
 
@@ -192,7 +103,7 @@ def run(args: argparse.Namespace) -> int:
     for tree, level in (("vexpert", "INFO"), ("uvicorn", args.uvicorn_log_level.upper())):
         set_up_logging(tree, level, args.log_format)
     with bound:
-        return _serve(args, config, bound)
+        return _serve(args, config, bound, boot)
 
 
 def _check(args: argparse.Namespace) -> None:
@@ -203,10 +114,12 @@ def _check(args: argparse.Namespace) -> None:
         raise ConfigError(f"port={args.port}: use 1 to 65535, or 0 for a free one")
     if args.max_body_bytes < 1:
         raise ConfigError(f"max_body_bytes={args.max_body_bytes}: must be at least 1")
-    for name in ("max_queue_len", "shutdown_timeout", "request_timeout", "engine_restarts"):
+    for name in NOT_NEGATIVE:
         value = getattr(args, name)
         if value is not None and not 0 <= value < float("inf"):
             raise ConfigError(f"{name}={value}: must be at least 0, and finite")
+    if not 1 <= args.write_timeout < float("inf"):
+        raise ConfigError(f"write_timeout={args.write_timeout}: must be at least 1, and finite")
     for root in args.allowed_adapter_roots:
         if not Path(root).is_dir():
             raise ConfigError(f"allowed_adapter_roots: {root}: no such folder")
@@ -221,7 +134,7 @@ def _say_cannot_bind(args: argparse.Namespace, error: OSError) -> int:
     return 1
 
 
-def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket) -> int:
+def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket, boot: Boot) -> int:
     config, modules, names = resolve_model(config, args.lora_modules, args.served_model_name)
     if modules and not config.enable_lora:
         raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
@@ -231,7 +144,10 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket)
     engine = engine_process(config, args.log_format)
     try:
         engine.launch(modules)
-        return _serve_engine(args, engine, options, bound)
+        boot.watch(engine)
+        return _serve_engine(args, engine, options, bound, boot)
+    except EngineEnded:
+        return _say_why(engine)
     finally:
         engine.close()
         gc.unfreeze()
@@ -245,11 +161,23 @@ def engine_process(config: EngineConfig, log_format: str) -> "EngineProcess":
     return EngineProcess(config, build_engine, read_tokenizer, log_format)
 
 
+def _say_why(engine: "EngineProcess") -> int:
+    """Tell why the engine did not start; the exit code. Raises what it refused to start with."""
+    from vexpert.server.progress import EngineFailedError
+
+    try:
+        engine.connect()
+    except EngineFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+    return 1
+
+
 def _serve_engine(
     args: argparse.Namespace,
     engine: "EngineProcess",
     options: "ServerOptions",
     bound: socket.socket,
+    boot: Boot,
 ) -> int:
     """Serve an engine that is starting; what is imported here loads beside it."""
     from vexpert.server.app import create_app
@@ -265,6 +193,7 @@ def _serve_engine(
         return 1
     app = create_app(engine, options)
     settle()
+    boot.end()
     service = app.state.service
 
     def ready() -> None:
@@ -331,6 +260,8 @@ def _server_options(
         max_queue_len=args.max_queue_len,
         request_timeout=args.request_timeout,
         shutdown_timeout=args.shutdown_timeout,
+        write_timeout=args.write_timeout,
+        engine_step_timeout=args.engine_step_timeout or None,
         engine_restarts=args.engine_restarts,
         adapter_roots=tuple(args.allowed_adapter_roots),
         cors=cors,
@@ -366,6 +297,8 @@ def _print_config(config: EngineConfig, args: argparse.Namespace) -> None:
         "max_queue_len": args.max_queue_len,
         "request_timeout": args.request_timeout,
         "shutdown_timeout": args.shutdown_timeout,
+        "write_timeout": args.write_timeout,
+        "engine_step_timeout": args.engine_step_timeout,
         "engine_restarts": args.engine_restarts,
         "tool_call_parser": args.tool_call_parser,
         "allowed_adapter_roots": args.allowed_adapter_roots,

@@ -13,6 +13,7 @@ from starlette.responses import Response
 
 from vexpert import __version__
 from vexpert.errors import RequestError
+from vexpert.server.deadlines import ENDS
 from vexpert.server.disconnect import ClientDisconnectedError, EventStream, until_disconnect
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import SERVER_ERRORS, api_error, error_object
@@ -94,9 +95,9 @@ async def answer(
     usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts), trace)
     try:
         if job.stream:
-            generation = await Generation.start(engine, job)
+            generation = await Generation.start(engine, job, request.scope[ENDS])
             return EventStream(_events(generation, formatter, usage, engine.keep_alive))
-        work = _whole(engine, job, formatter, usage)
+        work = _whole(engine, job, formatter, usage)  # its deadline is the layer's
         whole = await until_disconnect(request.receive, work)
     except ClientDisconnectedError as error:
         trace.end(error)

@@ -8,6 +8,7 @@ from fastapi import FastAPI
 from starlette.middleware.cors import CORSMiddleware
 
 from vexpert import __version__
+from vexpert.server.deadlines import DeadlineMiddleware
 from vexpert.server.errors import install_error_handlers
 from vexpert.server.interface import EngineHost
 from vexpert.server.middleware import (
@@ -57,6 +58,7 @@ def _add_layers(app: FastAPI, service: Service, options: ServerOptions) -> None:
         BodyLimitMiddleware, limit=options.max_body_bytes, seconds=options.body_timeout
     )
     app.add_middleware(DrainMiddleware, service=service)
+    app.add_middleware(DeadlineMiddleware, service=service, seconds=options.request_timeout)
     keys = options.restricted_keys | dict.fromkeys(options.api_keys)
     if keys:
         open_paths = (*OPEN_PATHS, *web.PATHS) if options.web else OPEN_PATHS

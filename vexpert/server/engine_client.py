@@ -5,7 +5,6 @@ and the engine is started again, with the adapters that it had, unless that happ
 """
 
 import asyncio
-import contextlib
 import itertools
 import time
 from collections import deque
@@ -19,6 +18,7 @@ from vexpert.log import get_logger
 from vexpert.server.beside import beside
 from vexpert.server.deltas import read_update
 from vexpert.server.engine_link import Link
+from vexpert.server.heartbeat import Heartbeat
 from vexpert.server.interface import UNUSABLE, EngineHost, LoraModule
 from vexpert.server.progress import (
     EngineFailedError,
@@ -41,6 +41,8 @@ COMPILE_SECONDS = 90  # with the start of the process that tries constraints
 RESTART_WINDOW = 600.0  # seconds in which restarts are counted
 LAST_WORDS = 1.0  # seconds between the end of the connection and that of the engine
 STOP_SECONDS = 5.0  # for the engine to end by itself
+KILL_SECONDS = 60.0  # for a killed engine to be gone; one that waits for a dead device may stay
+MAX_ADAPTER_CALLS = 256  # loads and unloads that run or wait
 
 
 class AsyncEngine:
@@ -53,10 +55,12 @@ class AsyncEngine:
         max_queue_len: int | None = None,
         keep_alive: float = 15.0,
         max_restarts: int = 0,
+        step_timeout: float | None = None,
     ) -> None:
         """`max_queue_len`: sequences accepted beyond those of one step; None: any number.
 
-        `max_restarts`: of the engine, within RESTART_WINDOW.
+        `max_restarts`: of the engine, within RESTART_WINDOW. `step_timeout`: seconds after which a
+        step hangs, and the engine is ended; None: it is never asked.
         """
         self.facts = host.facts
         self.keep_alive = keep_alive  # seconds
@@ -71,9 +75,13 @@ class AsyncEngine:
         self._max_restarts = max_restarts
         self._restart_times: deque[float] = deque(maxlen=max_restarts)  # monotonic
         self._modules = {module.name: module for module in host.modules}
+        self._step_timeout = step_timeout
+        self._heartbeat: Heartbeat | None = None  # of the engine that runs
+        self._adapter_calls = 0  # loads and unloads that run or wait
+        self._is_stopping = False
+        self._is_hurried = False  # the engine is killed, not asked to end
         self._link: Link | None = None
         self._supervisor: asyncio.Task[None] | None = None
-        self._stopping = False
         self._numbers = itertools.count()
         self._keys: dict[str, int] = {}  # by request id
         self._trackers: dict[int, Tracker] = {}  # by key
@@ -88,7 +96,8 @@ class AsyncEngine:
         """Abort what runs, end the engine, and wait for it."""
         assert self._link is not None, "not started"
         assert self._supervisor is not None, "not started"
-        self._stopping = True
+        self._is_stopping = True
+        may_end_well = not (self._is_hurried or self.is_restarting or self.doubt)
         link = self._link
         if self.failure is None:
             link.post("stop")
@@ -96,11 +105,24 @@ class AsyncEngine:
         link.close()
         self._supervisor.cancel()
         await asyncio.gather(self._supervisor, return_exceptions=True)
-        ended = asyncio.ensure_future(beside(self._host.wait))
-        with contextlib.suppress(TimeoutError):
-            await asyncio.wait_for(asyncio.shield(ended), STOP_SECONDS)
+        if not (may_end_well and await self._is_gone(STOP_SECONDS)):
+            self._host.kill()
+            await self._is_gone(KILL_SECONDS)
+
+    def hurry(self) -> None:
+        """Let `stop` end the engine at once, the one that waits for its end too."""
+        self._is_hurried = True
+        if self._is_stopping:
+            self._host.kill()
+
+    def kill(self) -> None:
+        """End the engine at once, when this process is to end too; for any thread."""
         self._host.kill()
-        await ended
+
+    @property
+    def doubt(self) -> str | None:
+        """Why the engine that runs may hang; None while it answers."""
+        return None if self._heartbeat is None else self._heartbeat.doubt
 
     def check_room(self, count: int = 1) -> None:
         """OverloadedError if `count` more sequences are too many now, RequestError if ever."""
@@ -123,7 +145,7 @@ class AsyncEngine:
             rule = f"compiling takes more than {COMPILE_SECONDS} seconds; simplify it"
             raise params.constraint.refusal(rule) from None
 
-    async def cut(self, message: str) -> None:
+    def cut(self, message: str) -> None:
         """Abort every request; each gets a ShuttingDownError that says `message`."""
         for tracker in list(self._trackers.values()):
             self.abort(tracker.request_id)
@@ -184,14 +206,14 @@ class AsyncEngine:
 
         `lazy`: it is only registered. Options: lora_B_layout, load_inplace, pinned.
         """
-        info = read_info(await self._call("load", name, path, lazy, options))
+        info = read_info(await self._call_adapter("load", name, path, lazy, options))
         kept = {key: value for key, value in options.items() if key != "load_inplace"}
         self._modules[name] = LoraModule(name, path, lazy=lazy, **kept)
         return info
 
     async def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
         """Unload an adapter. Raises AdapterNotFoundError."""
-        await self._call("unload", name, drain_seconds)
+        await self._call_adapter("unload", name, drain_seconds)
         self._modules.pop(name, None)
 
     async def adapter_folder(self, name: str) -> str | None:
@@ -226,6 +248,16 @@ class AsyncEngine:
 
     async def _call(self, method: str, *arguments: Any) -> Any:
         return await self._connected().call("call", method, arguments)
+
+    async def _call_adapter(self, method: str, *arguments: Any) -> Any:
+        if self._adapter_calls >= MAX_ADAPTER_CALLS:
+            message = f"{MAX_ADAPTER_CALLS} loads and unloads run or wait; try again later"
+            raise OverloadedError(message)
+        self._adapter_calls += 1
+        try:
+            return await self._call(method, *arguments)
+        finally:
+            self._adapter_calls -= 1
 
     def _step(self, entries: list[Any]) -> None:
         now = time.perf_counter()
@@ -262,8 +294,10 @@ class AsyncEngine:
         while self._may_restart():
             self._fail(f"{how}; it is started again", is_restarting=True)
             logger.error("%s; it is started again", how)
+            if not await self._is_gone(KILL_SECONDS):  # its memory is not free
+                how = f"{how}; its process does not end"
+                break
             try:
-                await beside(self._host.wait)  # for its memory to be free
                 await beside(partial(self._host.launch, [*self._modules.values()], True))
                 self._link = await self._open()
             except (EngineFailedError, OSError) as error:
@@ -295,13 +329,35 @@ class AsyncEngine:
         link = self._link
         ended = asyncio.ensure_future(beside(self._host.wait))
         lost = asyncio.ensure_future(link.lost.wait())
-        await asyncio.wait({ended, lost}, return_when=asyncio.FIRST_COMPLETED)
-        # Each follows the other, unless something is odd; a large process takes a while to end.
-        await asyncio.wait({ended, lost}, timeout=LAST_WORDS)
+        hung = asyncio.ensure_future(self._hung(link))
+        try:
+            await asyncio.wait({ended, lost, hung}, return_when=asyncio.FIRST_COMPLETED)
+            if not hung.done():
+                # Each follows the other, unless something is odd; a large process ends slowly.
+                await asyncio.wait({ended, lost}, timeout=LAST_WORDS)
+        finally:
+            hung.cancel()
+        self._heartbeat = None
         self._host.kill()
         link.close()
         how = ended.result() if ended.done() else "the engine's connection ended"
-        return link.last_words or how
+        return hung.result() if hung.done() else link.last_words or how
+
+    async def _hung(self, link: Link) -> str:
+        """Wait for the engine to hang; how it does."""
+        if self._step_timeout is None:
+            await asyncio.Event().wait()
+        assert self._step_timeout is not None
+        self._heartbeat = Heartbeat(link, self._step_timeout)
+        return await self._heartbeat.until_hung()
+
+    async def _is_gone(self, seconds: float) -> bool:
+        """Wait until the engine has ended, at most `seconds`; whether it has."""
+        try:
+            await asyncio.wait_for(beside(self._host.wait), seconds)
+        except TimeoutError:
+            return False
+        return True
 
     def _fail(self, reason: str, is_restarting: bool = False) -> None:
         """Tell `reason` to all that wait, and to all that come until the engine is there again."""

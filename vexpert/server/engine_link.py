@@ -17,6 +17,8 @@ class Link(asyncio.Protocol):
         """`on_step` gets the entries of each step; `on_failed`: the engine says that it ends."""
         self.lost = asyncio.Event()  # nothing more will come
         self.last_words: str | None = None  # the reason that the engine gave for its end
+        self.beats = 0  # answers to "beat"
+        self.last_beat = (0, True)  # turns of the engine's thread, whether it has nothing to do
         self._on_step, self._on_failed = on_step, on_failed
         self._loop = asyncio.get_running_loop()
         self._unpacker = new_unpacker()
@@ -90,6 +92,9 @@ class Link(asyncio.Protocol):
                     future.set_result(value)
                 else:
                     future.set_exception(read_error(error))
+            case ["beat", turns, is_idle]:
+                self.beats += 1
+                self.last_beat = turns, is_idle
             case ["failed", reason]:
                 self.last_words = reason
                 self._on_failed()

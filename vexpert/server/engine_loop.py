@@ -15,6 +15,7 @@ from typing import Any
 
 from vexpert.errors import VexpertError
 from vexpert.log import get_logger
+from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deltas import Progress
 from vexpert.server.interface import UNUSABLE, EngineFacts, EngineProtocol
 from vexpert.server.wire import (
@@ -31,6 +32,7 @@ from vexpert.server.wire import (
 logger = get_logger(__name__)
 
 IDLE_CHECK = 5.0  # seconds without work after which the engine's integrity is checked, once
+ADAPTER_CALLS = 16  # at once, each waiting for a disk most of the time
 SEND_BUFFER = 2**22  # bytes; the system may grant less
 
 
@@ -62,7 +64,10 @@ class EngineLoop:
         self._wake = threading.Condition()
         self._commands: deque[Message] = deque()
         self._stopping = False
+        self._turns = 0  # begun by the thread that steps
+        self._is_idle = True
         self._compiling = ThreadPoolExecutor(2, thread_name_prefix="vexpert-grammar")
+        self._calling = DaemonPool(ADAPTER_CALLS, "vexpert-adapter-call")
         self._progress: dict[int, Progress] = {}  # by key; of the engine's thread alone
         self._keys: dict[str, int] = {}
         self._unchecked = True  # steps have run since the last look at the engine's integrity
@@ -129,6 +134,8 @@ class EngineLoop:
     def _take(self, message: Message) -> None:
         if message[0] == "stop":
             self.stop()
+        elif message[0] == "beat":
+            self.send("beat", self._turns, self._is_idle)
         elif message[0] == "call" and message[2] in QUICK:
             self._answer(*message[1:])
         elif message[0] == "call" and message[2] in BESIDE:
@@ -139,17 +146,8 @@ class EngineLoop:
                 self._wake.notify()
 
     def _run_beside(self, call: int, method: str, arguments: list[Any]) -> None:
-        if method == "prepare":
-            self._compiling.submit(self._answer, call, method, arguments)
-            return
-        # A daemon for each: one that hangs in a dead file system must not hold up the others, nor
-        # keep the process alive.
-        threading.Thread(
-            target=self._answer,
-            args=(call, method, arguments),
-            name="vexpert-adapter-call",
-            daemon=True,
-        ).start()
+        pool = self._compiling if method == "prepare" else self._calling
+        pool.submit(self._answer, call, method, arguments)
 
     def _answer(self, call: int, method: str, arguments: list[Any]) -> None:
         """Run a method and reply; any thread."""
@@ -170,11 +168,14 @@ class EngineLoop:
 
     def _run_commands(self) -> bool:
         """Run what has come, sleeping while there is nothing to do; False: stop."""
+        self._turns += 1
         with self._wake:
             while not (self._commands or self._stopping or self.engine.has_unfinished()):
+                self._is_idle = True
                 if not self._wake.wait(IDLE_CHECK if self._unchecked else None):
-                    self._unchecked = False
+                    self._unchecked = self._is_idle = False
                     self.engine.check_integrity()
+            self._is_idle = False
             if self._stopping:
                 return False
             commands, self._commands = self._commands, deque()
@@ -238,4 +239,4 @@ METHODS: dict[str, Callable[..., Any]] = {
     "check_integrity": lambda engine: engine.check_integrity(),
 }
 QUICK = ("adapters", "adapter_folder")  # run by the reading thread itself
-BESIDE = ("prepare", "load", "unload")  # each on a thread of its own
+BESIDE = ("prepare", "load", "unload")  # on threads of their own

@@ -77,11 +77,13 @@ class EngineProcess:
             except OSError:
                 mine.close()
                 raise
-        self._ended = threading.Event()
-        self._sock, self._process, self._facts = mine, process, None
-        threading.Thread(
-            target=self._reap, args=(process, self._ended), name="vexpert-reaper", daemon=True
-        ).start()
+            # A signal's handler may raise as soon as signals come again.
+            self._ended = threading.Event()
+            self._sock, self._process, self._facts = mine, process, None
+            reap = (process, self._ended)
+            threading.Thread(
+                target=self._reap, args=reap, name="vexpert-reaper", daemon=True
+            ).start()
 
     def connect(self) -> socket.socket:
         assert self._sock is not None, "not launched"
@@ -92,7 +94,8 @@ class EngineProcess:
     def _await_ready(self, sock: socket.socket) -> EngineFacts:
         fault: VexpertError | None = None
         try:
-            self._tokenizer = self._tokenizer or self._read_tokenizer(self._config)
+            if not self._ended.is_set():
+                self._tokenizer = self._tokenizer or self._read_tokenizer(self._config)
         except VexpertError as error:
             fault = error  # the engine, which reads more, may have a better reason
         kind, told = first_message(sock) or ["ended", self.wait()]
@@ -102,6 +105,8 @@ class EngineProcess:
             raise EngineFailedError(f"the engine did not start: {told}")
         if fault is not None:
             raise fault
+        if self._tokenizer is None:
+            raise EngineFailedError(f"the engine ended as it was ready: {self.wait()}")
         return EngineFacts(**(told | {"adapters": tuple(told["adapters"])}))
 
     @property
@@ -123,7 +128,7 @@ class EngineProcess:
         if self._process is None:
             return
         self.kill()
-        self.wait()
+        self._ended.wait(END_SECONDS)  # one that waits for a dead device may stay
         if self._sock is not None:
             self._sock.close()
 

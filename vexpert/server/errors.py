@@ -15,13 +15,20 @@ from vexpert.server.progress import (
     OverloadedError,
     RequestTimeoutError,
     ShuttingDownError,
+    SlowReaderError,
 )
 from vexpert.server.validation import explain
 
 logger = get_logger(__name__)
 
 
-SERVER_ERRORS = (EngineFailedError, OverloadedError, RequestTimeoutError, ShuttingDownError)
+SERVER_ERRORS = (
+    EngineFailedError,
+    OverloadedError,
+    RequestTimeoutError,
+    ShuttingDownError,
+    SlowReaderError,
+)
 
 
 class ApiError(Exception):
@@ -70,6 +77,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(str(error), 503, code="shutting_down", retry_after=5)
         case RequestTimeoutError():
             return ApiError(str(error), 504, code="timeout")
+        case SlowReaderError():
+            return ApiError(str(error), 408, code="slow_reader")
         case VexpertError():
             return ApiError(str(error), 400)
         case EngineFailedError():

@@ -2,15 +2,19 @@
 
 import asyncio
 import dataclasses
-import time
+from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.log import get_logger
 from vexpert.server.engine_client import AsyncEngine
-from vexpert.server.progress import Failure, RequestTimeoutError, Update
+from vexpert.server.progress import Failure, RequestTimeoutError, SlowReaderError, Update
 from vexpert.server.prompts import Prompt
+
+logger = get_logger(__name__)
+MAX_BACKLOG = 2**18  # tokens and log-probabilities of a stream that wait for its reader: 50 MB
 
 
 @dataclass(frozen=True)
@@ -22,24 +26,33 @@ class Job:
     params: Sequence[SamplingParams]  # of each prompt
     adapter: str | None
     stream: bool
-    timeout: float | None = None  # seconds from the start; None: any time
+    timeout: float | None = None  # seconds from the arrival of the request; None: any time
     prompt_only: bool = False  # the caller wants the prompt's log-probabilities, not the output
 
 
 class Generation:
     """A running job. Close it whatever happens: what still runs is aborted then."""
 
-    def __init__(self, engine: AsyncEngine, job: Job) -> None:
+    def __init__(self, engine: AsyncEngine, job: Job, ends: float | None) -> None:
         self._engine = engine
         self._job = job
-        self._updates: asyncio.Queue[tuple[int, Update | Failure]] = asyncio.Queue()
-        self._ends = None if job.timeout is None else time.monotonic() + job.timeout
+        self._updates: deque[tuple[int, Update]] = deque()
+        self._backlog = 0  # size of the updates
+        self._failure: Failure | None = None  # comes after the updates
+        self._news = asyncio.Event()
         self._open = {i: f"{job.request_id}-{i}" for i in range(len(job.prompts))}
+        self._deadline: asyncio.TimerHandle | None = None
+        if ends is not None:
+            late = RequestTimeoutError(job.timeout)
+            self._deadline = asyncio.get_running_loop().call_at(ends, self._fail, late)
 
     @classmethod
-    async def start(cls, engine: AsyncEngine, job: Job) -> "Generation":
-        """Submit every prompt. If one is refused none runs, and its error is raised."""
-        generation = cls(engine, job)
+    async def start(cls, engine: AsyncEngine, job: Job, ends: float | None = None) -> "Generation":
+        """Submit every prompt. If one is refused none runs, and its error is raised.
+
+        `ends`: the event loop's time at which the job fails with RequestTimeoutError.
+        """
+        generation = cls(engine, job, ends)
         try:
             await engine.prepare(job.params[0])  # all prompts share the constraint
             # All in one go: a request waits for the end of a step before it is taken.
@@ -62,7 +75,23 @@ class Generation:
         )
 
     def _take(self, i: int, update: Update | Failure) -> None:
-        self._updates.put_nowait((i, update))
+        if not isinstance(update, Update):
+            self._fail(update)
+            return
+        self._updates.append((i, update))
+        self._backlog += update.size()
+        self._news.set()
+        if self._job.stream and self._backlog > MAX_BACKLOG and len(self._updates) > 1:
+            logger.warning("%s is aborted: its client reads too slowly", self._job.request_id)
+            behind = f"the client is {self._backlog} tokens and log-probabilities behind"
+            self._updates.clear()
+            self._fail(SlowReaderError(f"{behind}; read faster, or ask for less"))
+
+    def _fail(self, failure: Failure) -> None:
+        """Abort what runs; the reader gets `failure` after what has come."""
+        self.close()
+        self._failure = self._failure or failure
+        self._news.set()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
         """(prompt's index, update) until every prompt is answered. Raises its Failure."""
@@ -72,33 +101,36 @@ class Generation:
 
     async def every(self, seconds: float | None) -> AsyncIterator[tuple[int, Update] | None]:
         """As iteration, with None whenever nothing has come for `seconds`."""
-        while self._open:
+        while self._open or self._updates or self._failure is not None:
             pair = await self._next(seconds)
             if pair is None:
                 yield None
                 continue
             i, update = pair
-            if isinstance(update, Failure):
-                raise update
             if update.finished:
-                del self._open[i]
+                self._open.pop(i, None)
             yield i, (_without_output(update) if self._job.prompt_only else update)
 
-    async def _next(self, seconds: float | None) -> tuple[int, Update | Failure] | None:
-        if not self._updates.empty():
-            return self._updates.get_nowait()
-        left = None if self._ends is None else max(0.0, self._ends - time.monotonic())
-        limits = [limit for limit in (seconds, left) if limit is not None]
+    async def _next(self, seconds: float | None) -> tuple[int, Update] | None:
+        """The next update, None after `seconds` without one. Raises the Failure."""
         try:
-            async with asyncio.timeout(min(limits, default=None)):
-                return await self._updates.get()
+            async with asyncio.timeout(seconds):
+                while not self._updates and self._failure is None:
+                    self._news.clear()
+                    await self._news.wait()
         except TimeoutError:
-            if self._ends is not None and time.monotonic() >= self._ends:
-                raise RequestTimeoutError(self._job.timeout) from None
             return None
+        if not self._updates:
+            assert self._failure is not None
+            raise self._failure
+        i, update = self._updates.popleft()
+        self._backlog -= update.size()
+        return i, update
 
     def close(self) -> None:
         """Abort what still runs."""
+        if self._deadline is not None:
+            self._deadline.cancel()
         for request_id in self._open.values():
             self._engine.abort(request_id)
         self._open = {}

@@ -27,10 +27,12 @@ class ServerOptions:
     tool_call_parser: str | None = None  # a name of tools.formats.FORMATS; None: no tool calls
     max_queue_len: int | None = 4096  # sequences accepted beyond max_num_seqs; None: any number
     request_timeout: float | None = None  # seconds to answer a request in; None: any time
+    write_timeout: float = 30.0  # seconds that a client may read nothing of its answer
     body_timeout: float = 60.0  # seconds to receive a body in
     keep_alive: float = 15.0  # seconds without an event after which a stream gets a comment
     shutdown_timeout: float = 30.0  # seconds that accepted requests have after a signal
     engine_restarts: int = 0  # of a failed engine in 10 minutes; beyond, the server ends
+    engine_step_timeout: float | None = 300.0  # seconds a step may take; None: any time
     adapter_roots: tuple[str, ...] = ()  # folders that adapters may be loaded from; empty: any
     cors: CorsOptions | None = None
     access_log: bool = True

@@ -35,6 +35,10 @@ class RequestTimeoutError(RuntimeError):
         super().__init__(f"the answer was not complete after {seconds} seconds; ask for less")
 
 
+class SlowReaderError(RuntimeError):
+    """A client reads its stream so slowly that too much of it would have to be kept."""
+
+
 @dataclass(frozen=True)
 class Delta:
     """What one completion gained since the last update."""
@@ -56,8 +60,18 @@ class Update:
     num_cached_tokens: int
     prompt_logprobs: list[LogprobRow | None] | None
 
+    def size(self) -> int:
+        """Tokens and log-probabilities, which is what it takes memory for."""
+        return sum(_size(delta) for delta in self.deltas)
 
-Failure = EngineFailedError | ShuttingDownError | RequestError  # of all requests, or of one
+
+def _size(delta: Delta) -> int:
+    return len(delta.token_ids) + sum(map(len, delta.logprobs or ()))
+
+
+Failure = (  # of all requests, or of one
+    EngineFailedError | ShuttingDownError | RequestTimeoutError | SlowReaderError | RequestError
+)
 Sink = Callable[[Update | Failure], Any]
 
 

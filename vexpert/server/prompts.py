@@ -1,17 +1,19 @@
 """From a request's words to token ids: chat template, tokenizer, and the room left for output."""
 
 import asyncio
-from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 from vexpert.engine.template_errors import TEMPLATE_ERRORS
 from vexpert.errors import RequestError
+from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.interface import EngineFacts, Tokenizer
 from vexpert.server.protocol.message import Message
+from vexpert.server.renderer import Renderer
 from vexpert.server.templates import adapter_template
 
+T = TypeVar("T")
 ToolList = Sequence[dict[str, Any]]
 BYTES_PER_TOKEN = 64  # of UTF-8, at most, on average over a prompt
 
@@ -34,7 +36,10 @@ class Conversation(Protocol):
 
 
 class PromptBuilder:
-    """Builds prompts on one thread of its own: tokenizers are not safe to share, nor quick."""
+    """Builds prompts on one thread of its own: tokenizers are not safe to share, nor quick.
+
+    Templates of adapters are rendered elsewhere, where they can be ended.
+    """
 
     def __init__(
         self, tokenizer: Tokenizer, facts: EngineFacts, chat_template: str | None = None
@@ -44,11 +49,14 @@ class PromptBuilder:
         self._tokenizer = tokenizer
         self._vocab_size = facts.vocab_size
         self._max_model_len = facts.max_model_len
-        self._thread = ThreadPoolExecutor(1, thread_name_prefix="vexpert-tokenizer")
+        self._thread = DaemonPool(1, "vexpert-tokenizer")
+        self._files = DaemonPool(4, "vexpert-template-file")
+        self._renderer = Renderer(BYTES_PER_TOKEN * facts.max_model_len)
 
     def close(self) -> None:
-        # Not waited for: a template that never ends must not keep the server from ending.
-        self._thread.shutdown(wait=False, cancel_futures=True)
+        self._thread.close()
+        self._files.close()
+        self._renderer.close()
 
     async def chat(
         self, body: Conversation, folder: str | None = None, tools: ToolList = (), opening: str = ""
@@ -58,21 +66,28 @@ class PromptBuilder:
         `folder` is the adapter's, whose own chat template counts if it ships one; `tools` are as
         templates take them; the prompt ends with `opening`.
         """
-        loop = asyncio.get_running_loop()
-        work = (body, folder, tools, opening)
-        return await loop.run_in_executor(self._thread, self._chat, *work)
+        own = None
+        if folder is not None:
+            own = await asyncio.wrap_future(self._files.submit(adapter_template, folder))
+        self._check_template(own, tools)
+        if own is None:
+            text = await self._on_thread(self._render, body, tools)
+        else:
+            variables = self._variables(body, tools)
+            text = await asyncio.wrap_future(self._renderer.submit(own, variables))
+        return await self._on_thread(self._whole, text + opening, bool(body.add_special_tokens))
+
+    async def _on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
+        return await asyncio.wrap_future(self._thread.submit(function, *arguments))
 
     async def plain(
         self, prompts: Sequence[str | list[int]], add_special_tokens: bool
     ) -> list[Prompt]:
         """Prompts of plain texts or token ids. Raises RequestError."""
-        loop = asyncio.get_running_loop()
-        work = (prompts, add_special_tokens)
-        return await loop.run_in_executor(self._thread, self._plain, *work)
+        return await self._on_thread(self._plain, prompts, add_special_tokens)
 
-    def _template(self, folder: str | None, tools: ToolList) -> str | None:
-        """The template to use; None: the tokenizer's own. Raises RequestError."""
-        own = None if folder is None else adapter_template(folder)
+    def _check_template(self, own: str | None, tools: ToolList) -> None:
+        """Raise RequestError where there is no template, or it takes no tools."""
         template = own or self._chat_template or getattr(self._tokenizer, "chat_template", None)
         if not template:
             message = "this model has no chat template; use /v1/completions"
@@ -80,28 +95,39 @@ class PromptBuilder:
         if tools and "tools" not in str(template):
             message = "tools: the chat template of this model takes no tools; leave them out"
             raise RequestError(message, "tools")
-        return own or self._chat_template
 
-    def _chat(
-        self, body: Conversation, folder: str | None, tools: ToolList, opening: str
-    ) -> Prompt:
-        template = self._template(folder, tools)
-        options: dict[str, Any] = {} if template is None else {"chat_template": template}
+    def _render(self, body: Conversation, tools: ToolList) -> str:
+        """The text of a conversation by the operator's template or the tokenizer's own."""
+        given = self._chat_template
+        options: dict[str, Any] = {} if given is None else {"chat_template": given}
         options |= {"tools": list(tools)} if tools else {}
-        prompting = True if body.add_generation_prompt is None else body.add_generation_prompt
         try:
             text = self._tokenizer.apply_chat_template(
-                [message.for_template() for message in body.messages],
+                _messages(body),
                 tokenize=False,
-                add_generation_prompt=prompting,
+                add_generation_prompt=_is_prompting(body),
                 **options,
                 **(body.chat_template_kwargs or {}),
             )
         except TEMPLATE_ERRORS as error:
             message = f"the model's chat template refuses these messages: {error}"
             raise RequestError(message, "messages") from error
-        text += opening
-        return Prompt(text, self._encode(text, bool(body.add_special_tokens), "messages"))
+        return str(text)
+
+    def _variables(self, body: Conversation, tools: ToolList) -> dict[str, Any]:
+        """What apply_chat_template would give to a template."""
+        special = getattr(self._tokenizer, "special_tokens_map", {})
+        variables = {name: str(token) for name, token in special.items() if name.endswith("token")}
+        variables |= body.chat_template_kwargs or {}
+        return variables | {
+            "messages": _messages(body),
+            "tools": list(tools) or None,
+            "documents": None,
+            "add_generation_prompt": _is_prompting(body),
+        }
+
+    def _whole(self, text: str, add_special_tokens: bool) -> Prompt:
+        return Prompt(text, self._encode(text, add_special_tokens, "messages"))
 
     def _plain(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[Prompt]:
         return [
@@ -136,18 +162,28 @@ class PromptBuilder:
 
     async def pieces(self, token_ids: list[int]) -> list[str]:
         """The text of each token alone. Raises RequestError."""
-        loop = asyncio.get_running_loop()
         work = lambda: [self.decode([token]) for token in self._check_ids(token_ids)]  # noqa: E731
-        return await loop.run_in_executor(self._thread, work)
+        return await self._on_thread(work)
 
     async def text(self, token_ids: list[int]) -> str:
         """The text of `token_ids`. Raises RequestError."""
-        loop = asyncio.get_running_loop()
         work = lambda: self.decode(self._check_ids(token_ids))  # noqa: E731
-        return await loop.run_in_executor(self._thread, work)
+        return await self._on_thread(work)
 
     def decode(self, token_ids: list[int]) -> str:
         return str(self._tokenizer.decode(token_ids))
+
+
+def _messages(body: Conversation) -> list[dict[str, Any]]:
+    """Raises RequestError for a call whose arguments are no object."""
+    try:
+        return [message.for_template() for message in body.messages]
+    except ValueError as error:
+        raise RequestError(f"messages: {error}", "messages") from error
+
+
+def _is_prompting(body: Conversation) -> bool:
+    return True if body.add_generation_prompt is None else body.add_generation_prompt
 
 
 def output_room(prompt: Prompt, wanted: int | None, max_model_len: int, param: str) -> int:

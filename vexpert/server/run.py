@@ -2,19 +2,25 @@
 
 import asyncio
 import contextlib
+import os
 import signal
 import socket
+import threading
 import time
 from collections.abc import Callable, Iterator
 from types import FrameType
 
 import uvicorn
 from fastapi import FastAPI
+from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vexpert.log import get_logger
+from vexpert.server.connections import Connections
 from vexpert.server.service import Service
 
 CLOSE_SECONDS = 5  # for connections to close once their requests have ended
+HURRIED_SECONDS = 0.5  # the same after a second signal
+LAST_RESORT_SECONDS = 2.0  # after a second signal; then the process ends as it is
 POLL_SECONDS = 0.02
 logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -24,7 +30,7 @@ class Server(uvicorn.Server):
     """uvicorn's server, which calls `on_ready` once it answers, and which a signal ends with 0.
 
     After the signal new requests get 503 while accepted ones go on, up to the deadline; what then
-    still runs gets an error. A second signal is the deadline.
+    still runs gets an error. A second signal ends everything at once.
     """
 
     def __init__(
@@ -34,12 +40,19 @@ class Server(uvicorn.Server):
         self._service = service
         self._drain: asyncio.Task[None] | None = None
         self._is_hurried = False
+        self._connections = Connections(
+            self.server_state.connections, service.options.write_timeout
+        )
+        self._watching: asyncio.Task[None] | None = None
+        self.last_resort = threading.Timer(LAST_RESORT_SECONDS, self._end_now)
+        self.last_resort.daemon = True
         self._on_ready = on_ready
         self._announcing: asyncio.Task[None] | None = None
 
     async def startup(self, sockets: list[socket.socket] | None = None) -> None:
         """Listen, then ask the server's own health page in a task beside it."""
         self._loop = asyncio.get_running_loop()
+        self._watching = asyncio.ensure_future(self._connections.watch())
         await super().startup(sockets)
         if self.started and sockets:
             self._announcing = asyncio.ensure_future(self._announce(sockets[0]))
@@ -52,13 +65,27 @@ class Server(uvicorn.Server):
     def handle_exit(self, sig: int, frame: FrameType | None) -> None:
         """Begin to drain; called by Python's signal handling."""
         if self._service.is_draining:
-            self._is_hurried = True
+            self._hurry()
             return
         self._service.is_draining = True
         if not self.started:
             self.should_exit = True
             return
         self._loop.call_soon_threadsafe(self._begin_drain)
+
+    def _hurry(self) -> None:
+        if self._is_hurried:
+            return
+        self._is_hurried = True
+        self.last_resort.start()
+        self._service.engine.hurry()
+        abort = self._connections.abort_all
+        self._loop.call_soon_threadsafe(self._loop.call_later, HURRIED_SECONDS, abort)
+
+    def _end_now(self) -> None:
+        logger.error("the server did not end within %g seconds: killed", LAST_RESORT_SECONDS)
+        self._service.engine.kill()
+        os._exit(1)
 
     def _begin_drain(self) -> None:
         self._drain = asyncio.ensure_future(self._drain_requests())
@@ -69,20 +96,22 @@ class Server(uvicorn.Server):
             logger.info(
                 "shutting down: %d requests have %.0f seconds to end", service.active, seconds
             )
-        if not await self._is_idle(seconds) and service.engine.failure is None:
+        if not await self._is_idle(seconds):
             logger.warning("shutting down: %d requests are cut off", service.active)
-            await service.engine.cut("the server is shutting down and cannot complete this answer")
-            await self._is_idle(CLOSE_SECONDS, may_hurry=False)
+        service.cut("the server is shutting down and cannot complete this answer")
+        if not await self._is_idle(CLOSE_SECONDS, HURRIED_SECONDS):
+            self._connections.abort_all()
         self.should_exit = True
 
-    async def _is_idle(self, seconds: float, may_hurry: bool = True) -> bool:
+    async def _is_idle(self, seconds: float, hurried_seconds: float = 0.0) -> bool:
         """Wait until no request runs, at most `seconds`; whether none does."""
-        end = time.monotonic() + seconds
-        while self._service.active and time.monotonic() < end:
-            if may_hurry and self._is_hurried:
-                break
+        begun = time.monotonic()
+        while self._service.active:
+            waited = time.monotonic() - begun
+            if waited > (min(hurried_seconds, seconds) if self._is_hurried else seconds):
+                return False
             await asyncio.sleep(POLL_SECONDS)
-        return self._service.active == 0
+        return True
 
     @contextlib.contextmanager
     def capture_signals(self) -> Iterator[None]:
@@ -114,6 +143,8 @@ def run(app: FastAPI, bound: socket.socket, on_ready: Callable[[], None]) -> int
     assert isinstance(service, Service)
     config = uvicorn.Config(
         app,
+        http=H11Protocol,  # bounds the size of headers, as the faster one does not
+        ws="none",
         log_config=None,
         access_log=False,  # requests_log.py writes it
         lifespan="on",
@@ -128,5 +159,8 @@ def run(app: FastAPI, bound: socket.socket, on_ready: Callable[[], None]) -> int
         server.should_exit = True
 
     service.engine.on_failure = end
-    server.run(sockets=[bound])
+    try:
+        server.run(sockets=[bound])
+    finally:
+        server.last_resort.cancel()
     return 1 if failed else 0

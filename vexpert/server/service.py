@@ -6,11 +6,13 @@ from pathlib import Path
 from starlette.requests import Request
 
 from vexpert.errors import ConfigError
+from vexpert.server.deadlines import Unanswered
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import ApiError
 from vexpert.server.interface import EngineHost
 from vexpert.server.metrics import Metrics
 from vexpert.server.options import ServerOptions
+from vexpert.server.progress import ShuttingDownError
 from vexpert.server.prompts import PromptBuilder
 from vexpert.server.recorder import Recorder
 from vexpert.server.tools.formats import FORMATS, ToolFormat
@@ -27,9 +29,10 @@ class Service:
 
     def __init__(self, host: EngineHost, options: ServerOptions) -> None:
         self.options = options
+        self.unanswered: set[Unanswered] = set()  # requests whose answer has not begun
         self.recorder = Recorder()
         limits = options.max_queue_len, options.keep_alive, options.engine_restarts
-        self.engine = AsyncEngine(host, self.recorder, *limits)
+        self.engine = AsyncEngine(host, self.recorder, *limits, options.engine_step_timeout)
         self.facts = host.facts
         self.prompts = PromptBuilder(host.tokenizer, self.facts, options.chat_template)
         self.traces = make_traces(options.otlp_traces_endpoint)
@@ -39,6 +42,12 @@ class Service:
         for name in self.facts.adapters:
             if name in self.base_names:
                 raise ConfigError(f"adapter {name!r} has the name of the base model; rename it")
+
+    def cut(self, message: str) -> None:
+        """End every request: 503 that says `message`, or an error event in a stream."""
+        for request in list(self.unanswered):
+            request.end(ShuttingDownError(message))
+        self.engine.cut(message)
 
     async def metrics_page(self) -> bytes:
         """The page for Prometheus."""

@@ -4,12 +4,14 @@ To the engine:
     add      call, key, request_id, prompt, token_ids, params, adapter, every_step
     abort    key
     call     call, method, arguments        a method of EngineLoop.METHODS
+    beat                                    asks for a `beat`
     stop
 From it:
     ready    facts                          once
     refused  error                          in place of `ready`
     failed   reason                         the engine ends
     reply    call, error or None, value
+    beat     turns, is_idle                 of the thread that steps
     step     entries                        of all requests that gained something in this step
 
 `key` and `call` are integers of the server's choice. An entry is what `Progress.entry` makes. The

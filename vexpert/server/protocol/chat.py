@@ -7,16 +7,14 @@ from pydantic import Field, model_validator
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError
 from vexpert.server.protocol.fields import Positive, StrictModel, TopCount, only, refusal
-from vexpert.server.protocol.message import OLD_FUNCTIONS, TEXT_ONLY, Message
+from vexpert.server.protocol.message import (
+    OLD_FUNCTIONS,
+    TEXT_ONLY,
+    Message,
+    check_template_variables,
+)
 from vexpert.server.protocol.sampling import SamplingFields
 from vexpert.server.protocol.tools import ToolChoiceField, Tools
-
-# Arguments of apply_chat_template that are not variables of a template.
-RESERVED = {
-    "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
-    "documents", "max_length", "messages", "padding", "return_assistant_tokens_mask",
-    "return_dict", "return_tensors", "tokenize", "tokenizer_kwargs", "tools", "truncation",
-}  # fmt: skip
 
 
 class JsonSchemaFormat(StrictModel):
@@ -99,10 +97,7 @@ class ChatCompletionRequest(SamplingFields):
             raise RequestError(message, "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs: only with logprobs=true", "top_logprobs")
-        reserved = sorted(RESERVED & set(self.chat_template_kwargs or {}))
-        if reserved:
-            message = f"chat_template_kwargs: {', '.join(reserved)} cannot be set here"
-            raise RequestError(message, "chat_template_kwargs")
+        check_template_variables(self.chat_template_kwargs)
 
     def constraints(self) -> list[StructuredOutputs]:
         """As for all completions, and `response_format`."""

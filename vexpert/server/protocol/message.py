@@ -5,12 +5,28 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
+from vexpert.errors import RequestError
 from vexpert.server.protocol.fields import StrictModel, only, refusal
 from vexpert.server.protocol.tools import ToolCall
 
 OLD_FUNCTIONS = "the old function calls are not served; use tools"
 TEXT_ONLY = "this server takes and gives text only"
+# Arguments of apply_chat_template that are not variables of a template.
+RESERVED = {
+    "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
+    "documents", "max_length", "messages", "padding", "return_assistant_tokens_mask",
+    "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs",
+    "tools", "truncation",
+}  # fmt: skip
 ROLES = ("system", "developer", "user", "assistant", "tool")
+
+
+def check_template_variables(given: dict[str, Any] | None) -> None:
+    """Raise RequestError where `chat_template_kwargs` holds more than variables of a template."""
+    reserved = sorted(RESERVED & set(given or {}))
+    if reserved:
+        message = f"chat_template_kwargs: {', '.join(reserved)} cannot be set here"
+        raise RequestError(message, "chat_template_kwargs")
 
 
 class TextPart(StrictModel):

@@ -9,7 +9,7 @@ from starlette.responses import Response
 
 from vexpert import __version__
 from vexpert.server.errors import error_response
-from vexpert.server.progress import ShuttingDownError
+from vexpert.server.progress import EngineFailedError, ShuttingDownError
 from vexpert.server.service import service_of
 
 router = APIRouter()
@@ -26,12 +26,14 @@ async def health(request: Request) -> Response:
 
 @router.get("/ready")
 async def ready(request: Request) -> Response:
-    """200 while new requests are taken, 503 once the server drains or the engine has failed."""
+    """200 while new requests are taken; 503 in a drain, and while the engine does not answer."""
     service = service_of(request)
     if service.is_draining:
         return error_response(ShuttingDownError("the server is shutting down"))
     if service.engine.failure is not None:
         return error_response(service.engine.failure)
+    if service.engine.doubt is not None:
+        return error_response(EngineFailedError(service.engine.doubt))
     return Response(status_code=200)
 
 

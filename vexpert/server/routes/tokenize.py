@@ -5,6 +5,7 @@ from starlette.requests import Request
 
 from vexpert.server.errors import ApiError
 from vexpert.server.prompts import Conversation, Prompt
+from vexpert.server.protocol.message import check_template_variables
 from vexpert.server.protocol.tokenize import (
     DetokenizeRequest,
     DetokenizeResponse,
@@ -36,6 +37,7 @@ async def _prompt(service: Service, body: TokenizeRequest) -> Prompt:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return (await service.prompts.plain([body.prompt], special))[0]
+    check_template_variables(body.chat_template_kwargs)
     adapter = None if body.model is None else await service.adapter_of(body.model)
     folder = None if adapter is None else await service.engine.adapter_folder(adapter)
     assert body.messages is not None

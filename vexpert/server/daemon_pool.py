@@ -1,0 +1,67 @@
+"""A few threads for calls that may never return."""
+
+import threading
+from collections import deque
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any, TypeVar
+
+T = TypeVar("T")
+Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
+
+
+class DaemonPool:
+    """Runs calls on at most `size` threads, started when they are needed; the rest waits in order.
+
+    The threads are daemons: one that hangs in a dead file system must not keep the process alive,
+    as those of the standard library's pool would.
+    """
+
+    def __init__(self, size: int, name: str) -> None:
+        self._size, self._name = size, name
+        self._waiting: deque[Work] = deque()
+        self._lock = threading.Condition()
+        self._threads = self._idle = 0
+        self._is_closed = False
+
+    def submit(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
+        """Run `function(*arguments)` soon; its outcome."""
+        future: Future[T] = Future()
+        with self._lock:
+            assert not self._is_closed, "closed"
+            self._waiting.append((future, function, arguments))
+            if len(self._waiting) > self._idle and self._threads < self._size:
+                name = f"{self._name}-{self._threads}"
+                threading.Thread(target=self._run, name=name, daemon=True).start()
+                self._threads += 1
+            self._lock.notify()
+        return future
+
+    def close(self) -> None:
+        """Cancel what waits; threads end after what they do now, and are not waited for."""
+        with self._lock:
+            self._is_closed = True
+            for future, _, _ in self._waiting:
+                future.cancel()
+            self._waiting.clear()
+            self._lock.notify_all()
+
+    def _run(self) -> None:
+        while (work := self._next()) is not None:
+            future, function, arguments = work
+            if not future.set_running_or_notify_cancel():
+                continue
+            try:
+                future.set_result(function(*arguments))
+            except BaseException as error:  # noqa: BLE001 - raised again where it is awaited
+                future.set_exception(error)
+
+    def _next(self) -> Work | None:
+        with self._lock:
+            self._idle += 1
+            try:
+                while not (self._waiting or self._is_closed):
+                    self._lock.wait()
+            finally:
+                self._idle -= 1
+            return self._waiting.popleft() if self._waiting else None

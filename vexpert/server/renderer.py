@@ -1,0 +1,145 @@
+"""Chat templates of adapters, rendered in processes that may be ended at any time."""
+
+import contextlib
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+import weakref
+from collections import OrderedDict
+from concurrent.futures import Future
+from typing import Any
+
+from vexpert.errors import RequestError
+from vexpert.log import get_logger
+from vexpert.server.daemon_pool import DaemonPool
+from vexpert.server.template_worker import SECONDS
+
+logger = get_logger(__name__)
+PROCESSES = 2
+WAIT_SECONDS = 30.0  # by the clock, for a process that is stopped or gets no processor
+REFUSED_SECONDS = 60.0  # in which a template that ran out of its bounds is not tried again
+REMEMBERED = 1024
+COMMAND = "from vexpert.server.template_worker import main; main()"
+KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")  # of the environment: no keys for strangers
+
+
+class _Worker:
+    """One process, started at its first use and after its end. For one thread at a time."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[str] | None = None
+
+    def ask(self, task: str) -> dict[str, str] | None:
+        """The answer to one line; None: the process had to be ended, or ended itself."""
+        process = self._process or self._start()
+        assert process.stdin is not None
+        assert process.stdout is not None
+        timer = threading.Timer(WAIT_SECONDS, process.kill)
+        timer.start()
+        try:
+            process.stdin.write(task + "\n")
+            process.stdin.flush()
+            answer = process.stdout.readline()
+        except BrokenPipeError:
+            answer = ""
+        finally:
+            timer.cancel()
+        if not answer.endswith("\n"):
+            self._finalizer()
+            self._process = None
+            return None
+        found: dict[str, str] = json.loads(answer)
+        return found
+
+    def _start(self) -> "subprocess.Popen[str]":
+        kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
+        process = subprocess.Popen(
+            [sys.executable, "-c", COMMAND],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=kept | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path))},
+            start_new_session=True,  # a Ctrl-C is not for it
+        )
+        self._process = process
+        self._finalizer = weakref.finalize(self, _end, process)
+        return process
+
+    def close(self) -> None:
+        if self._process is not None:
+            self._finalizer()
+
+
+def _end(process: "subprocess.Popen[str]") -> None:
+    process.kill()
+    process.wait()
+    for pipe in (process.stdin, process.stdout):
+        if pipe is not None:
+            with contextlib.suppress(BrokenPipeError):  # what was not sent is of no use now
+                pipe.close()
+
+
+class Renderer:
+    """Renders templates, PROCESSES at once. One out of bounds is refused for a while after it."""
+
+    def __init__(self, most: int) -> None:
+        """`most`: characters that a template may write."""
+        self._most = most
+        self._pool = DaemonPool(PROCESSES, "vexpert-template")
+        self._local = threading.local()
+        self._workers: list[_Worker] = []
+        self._refused: OrderedDict[str, float] = OrderedDict()  # until when, monotonic
+        self._lock = threading.Lock()
+
+    def submit(self, template: str, variables: dict[str, Any]) -> "Future[str]":
+        """The text of `template`; RequestError if it refuses `variables` or leaves its bounds."""
+        return self._pool.submit(self._render, template, variables)
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
+        with self._lock:
+            for worker in self._workers:
+                worker.close()
+
+    def _render(self, template: str, variables: dict[str, Any]) -> str:
+        if self._is_refused(template):
+            rule = f"it took more than {SECONDS:g} seconds a moment ago; mend it, or try later"
+            raise _refusal(rule)
+        answer = self._worker().ask(json.dumps([template, variables, self._most]))
+        if answer is None:
+            self._refuse(template)
+            rule = f"it takes more than {SECONDS:g} seconds, or too much memory"
+            logger.warning("an adapter's chat template is ended: %s", rule)
+            raise _refusal(rule)
+        if "error" in answer:
+            raise _refusal(answer["error"])
+        return answer["text"]
+
+    def _worker(self) -> _Worker:
+        """The one of this thread."""
+        worker: _Worker | None = getattr(self._local, "worker", None)
+        if worker is None:
+            worker = self._local.worker = _Worker()
+            with self._lock:
+                self._workers.append(worker)
+        return worker
+
+    def _is_refused(self, template: str) -> bool:
+        with self._lock:
+            return self._refused.get(template, 0.0) > time.monotonic()
+
+    def _refuse(self, template: str) -> None:
+        with self._lock:
+            self._refused[template] = time.monotonic() + REFUSED_SECONDS
+            if len(self._refused) > REMEMBERED:
+                self._refused.popitem(last=False)
+
+
+def _refusal(rule: str) -> RequestError:
+    message = f"the adapter's chat template refuses these messages: {rule}"
+    return RequestError(message, "messages")
