@@ -1,5 +1,6 @@
 """What a request gained in a step, on the engine's side: outputs are whole, messages are not."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -72,3 +73,24 @@ def read_update(fields: list[Any], finished: bool, tracker: Tracker) -> Update:
 def _read_delta(index: int, text: str, tokens: list[int], rows: Any, *reasons: Any) -> Delta:
     read = None if rows is None else [row for each in rows if (row := read_row(each)) is not None]
     return Delta(index, text, tokens, read, *reasons)
+
+
+def merge(updates: Sequence[Update]) -> Update:
+    """Updates of one request, in order, as one."""
+    if len(updates) == 1:
+        return updates[0]
+    parts: dict[int, list[Delta]] = {}
+    for update in updates:
+        for delta in update.deltas:
+            parts.setdefault(delta.index, []).append(delta)
+    return updates[-1]._replace(deltas=[_join(each) for each in parts.values()])
+
+
+def _join(deltas: list[Delta]) -> Delta:
+    """Deltas of one completion as one."""
+    last = deltas[-1]
+    rows = None
+    if last.logprobs is not None:
+        rows = [row for delta in deltas for row in delta.logprobs or ()]
+    tokens = [token for delta in deltas for token in delta.token_ids]
+    return last._replace(text="".join(d.text for d in deltas), token_ids=tokens, logprobs=rows)

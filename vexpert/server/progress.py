@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vexpert.engine.outputs import LogprobRow
 from vexpert.errors import RequestError
@@ -39,8 +39,7 @@ class SlowReaderError(RuntimeError):
     """A client reads its stream so slowly that too much of it would have to be kept."""
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What one completion gained since the last update."""
 
     index: int
@@ -51,8 +50,7 @@ class Delta:
     stop_reason: int | str | None
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What one request gained since the last update."""
 
     deltas: list[Delta]
@@ -62,11 +60,12 @@ class Update:
 
     def size(self) -> int:
         """Tokens and log-probabilities, which is what it takes memory for."""
-        return sum(_size(delta) for delta in self.deltas)
-
-
-def _size(delta: Delta) -> int:
-    return len(delta.token_ids) + sum(map(len, delta.logprobs or ()))
+        size = 0
+        for delta in self.deltas:
+            size += len(delta.token_ids)
+            if delta.logprobs:
+                size += sum(map(len, delta.logprobs))
+        return size
 
 
 Failure = (  # of all requests, or of one

@@ -107,6 +107,10 @@ class ChatFormatter:
                 yield self._chunk(begin | {"finish_reason": None})
             yield from self._parts(delta)
 
+    def choice_of_text(self, i: int, delta: Delta) -> int | None:
+        is_plain = self._plan is None and self._count is None and delta.finish_reason is None
+        return delta.index if is_plain and delta.index in self._begun else None
+
     def _parts(self, delta: Delta) -> Iterator[Json]:
         """Chunks of what is new; the last one tells log-probabilities and the end."""
         parts = self._new_words(delta)

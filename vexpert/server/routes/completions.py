@@ -93,6 +93,12 @@ class CompletionFormatter:
             if choice["text"] or choice["finish_reason"] or choice["logprobs"]:
                 yield self._head.fields("text_completion") | {"choices": [choice]}
 
+    def choice_of_text(self, i: int, delta: Delta) -> int | None:
+        index = i * self._n + delta.index
+        told_more = self._count is not None or self._wants_prompt_logprobs
+        is_first = self._echo and index not in self._offsets
+        return None if told_more or is_first or delta.finish_reason is not None else index
+
     def last_chunk(self) -> Json:
         return self._head.fields("text_completion") | {"choices": []}
 
