@@ -7,13 +7,18 @@ that ends is followed by the next request of the process's share, over the same 
 
 import asyncio
 import json
-import multiprocessing
+import os
+import pickle
+import subprocess
+import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
-DONE, EVENT, TEXT = b"data: [DONE]\n\n", b"data: {", b'"finish_reason":"length"'
+OK, EVENT, LENGTH = b"HTTP/1.1 200 OK\r\n", b"data: {", b'"finish_reason":"length"'
+GO = b"!"
+END = b"data: [DONE]\n\n\r\n0\r\n\r\n"
 
 
 @dataclass
@@ -32,8 +37,8 @@ class Connection(asyncio.Protocol):
     def __init__(self, path: str, bodies: list[bytes], done: "asyncio.Future[None]") -> None:
         self._path, self._bodies, self._done = path, bodies, done
         self.streams: list[Stream] = []
-        self._tail = b""
-        self._saw_end = False
+        self._answer = bytearray()
+        self._counted = 0  # bytes of it in which events were counted
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
         assert isinstance(transport, asyncio.Transport)
@@ -45,27 +50,21 @@ class Connection(asyncio.Protocol):
             self._transport.close()
             return
         body = self._bodies.pop()
-        head = f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        head = (
+            f"POST {self._path} HTTP/1.1\r\nHost: localhost\r\nContent-Type: application/json\r\n"
+        )
         self._transport.write(f"{head}Content-Length: {len(body)}\r\n\r\n".encode() + body)
         self.streams.append(Stream(time.perf_counter()))
-        self._tail, self._saw_end = b"", False
+        self._answer, self._counted = bytearray(), 0
 
     def data_received(self, data: bytes) -> None:
-        now, stream = time.perf_counter(), self.streams[-1]
-        if not stream.status:
-            stream.status = data[:40].partition(b"\r\n")[0].decode()
-        data = self._tail + data
-        # An event counts when its first bytes are whole; the tail is too short to hold them.
-        count = data.count(EVENT)
-        stream.event_times += [now] * count
-        self._saw_end = self._saw_end or TEXT in data
-        is_over = DONE in data
-        keep = max(len(EVENT) - 1, 0)
-        self._tail = data[-64:] if not count else data[-keep:]
-        if EVENT in self._tail:
-            self._tail = data[-keep:]
-        if is_over or not stream.status.endswith("200 OK"):
-            stream.is_whole = self._saw_end and is_over
+        now, stream, answer = time.perf_counter(), self.streams[-1], self._answer
+        answer += data
+        stream.event_times += [now] * answer.count(EVENT, self._counted)
+        self._counted = max(self._counted, len(answer) - len(EVENT) + 1)
+        if not answer.startswith(OK) or answer.endswith(END):
+            stream.status = answer[:40].partition(b"\r\n")[0].decode()
+            stream.is_whole = answer.rfind(LENGTH) >= 0 and answer.endswith(END)
             self._ask()
 
     def connection_lost(self, error: Exception | None) -> None:
@@ -88,31 +87,43 @@ async def _run(port: int, path: str, bodies: list[bytes], at_once: int) -> list[
     return [stream for connection in connections for stream in connection.streams]
 
 
-def _work(pipe: Any, port: int, path: str, bodies: list[bytes], at_once: int) -> None:
-    pipe.send("ready")
-    pipe.recv()
-    pipe.send(asyncio.run(_run(port, path, bodies, at_once)))
-
-
 def ask_all(
     port: int, path: str, bodies: Sequence[dict[str, Any]], at_once: int, processes: int = 1
 ) -> list[Stream]:
     """Every body's stream, `at_once` at a time."""
     encoded = [json.dumps(body).encode() for body in bodies]
-    context = multiprocessing.get_context("spawn")
-    pipes, workers = [], []
-    for i in range(processes):
-        ours, theirs = context.Pipe()
-        share = encoded[i::processes], len(range(i, at_once, processes))
-        worker = context.Process(target=_work, args=(theirs, port, path, *share), daemon=True)
-        worker.start()
-        pipes.append(ours)
-        workers.append(worker)
-    for pipe in pipes:
-        pipe.recv()
-    for pipe in pipes:
-        pipe.send("go")
-    streams = [stream for pipe in pipes for stream in pipe.recv()]
+    workers = [
+        subprocess.Popen([sys.executable, __file__], stdin=subprocess.PIPE, stdout=subprocess.PIPE)
+        for _ in range(processes)
+    ]
+    for i, worker in enumerate(workers):
+        assert worker.stdin is not None
+        job = port, path, encoded[i::processes], len(range(i, at_once, processes))
+        pickle.dump(job, worker.stdin)
+        worker.stdin.flush()
+    for worker in workers:  # all are ready before the first asks
+        assert worker.stdout is not None
+        assert worker.stdout.read(1) == GO
     for worker in workers:
-        worker.join()
+        assert worker.stdin is not None
+        worker.stdin.write(GO)
+        worker.stdin.close()
+    streams = []
+    for worker in workers:
+        assert worker.stdout is not None
+        streams += [Stream(*fields) for fields in pickle.load(worker.stdout)]
+        worker.wait()
     return streams
+
+
+def main() -> None:
+    """One process: a pickled job comes by standard input, its streams go to standard output."""
+    job = pickle.load(sys.stdin.buffer)
+    os.write(1, GO)
+    assert sys.stdin.buffer.read(1) == GO
+    streams = asyncio.run(_run(*job))
+    sys.stdout.buffer.write(pickle.dumps([tuple(vars(stream).values()) for stream in streams]))
+
+
+if __name__ == "__main__":
+    main()
