@@ -1,8 +1,8 @@
 """What the server's process takes for a streamed token, and how many it can take a second.
 
-`vexpert serve` with a fake engine, which makes a token of each of `--streams` requests at each step,
-in a process of its own; the clients are `streams_client.py`'s. CPU time is the server process's
-alone, user and system.
+`vexpert serve` with a fake engine, which makes a token of each of `--streams` requests at each
+step, in a process of its own; the clients are `streams_client.py`'s. CPU time is that of the
+server's process alone, user and system.
 
 | row | steps a second |
 |---|---|
@@ -39,7 +39,7 @@ def measure(options: argparse.Namespace, rate: float, tokens: int) -> dict[str, 
     command = [sys.executable, str(ROOT / "bench" / "fake_server.py"), str(rate)]
     arguments = ["--port", "0", "--max-num-seqs", str(options.streams), "--no-web"]
     server = subprocess.Popen(
-        command + ["serve", *arguments, "--disable-uvicorn-access-log"],
+        [*command, "serve", *arguments, "--disable-uvicorn-access-log"],
         env=os.environ | environment,
         stdout=subprocess.PIPE,
         stderr=None if options.verbose else subprocess.DEVNULL,

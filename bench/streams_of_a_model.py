@@ -18,6 +18,7 @@ The verdict, before the last line, which is JSON: nothing lost, and at least `--
 """
 
 import argparse
+import gc
 import json
 import os
 import random
@@ -91,13 +92,25 @@ def start_server(work: Workload) -> "subprocess.Popen[str]":
     )
 
 
-def offline(work: Workload) -> list[float]:
-    """Tokens a second of each round, after one that warms up."""
-    options = work.options
+def port_of(server: "subprocess.Popen[str]") -> int:
+    """Wait until the server is ready."""
+    assert server.stdout is not None
+    line = server.stdout.readline()
+    assert line, "the server did not start"
+    return int(line.split()[2].rpartition(":")[2].strip("/"))
+
+
+def start_offline(work: Workload) -> LLM:
     llm = LLM(model=str(work.model), **work.config())
     for name, path in work.paths.items():
         llm.load_adapter(name, str(path))
     settle()
+    return llm
+
+
+def offline(work: Workload, llm: LLM) -> list[float]:
+    """Tokens a second of each round, after one that warms up."""
+    options = work.options
     params = SamplingParams(temperature=0, max_tokens=options.tokens, ignore_eos=True)
     rates = []
     for _ in range(options.rounds + 1):
@@ -143,12 +156,8 @@ def latencies(streams: list[Stream], tokens: int) -> dict[str, Any]:
     return shown | {"tokens an event": round(len(streams) * tokens / events, 2)}
 
 
-def streamed(work: Workload, server: "subprocess.Popen[str]") -> dict[str, Any]:
+def streamed(work: Workload, port: int) -> dict[str, Any]:
     """Figures of the fastest of the rounds; those lost are of all."""
-    assert server.stdout is not None
-    line = server.stdout.readline()
-    assert line, "the server did not start"
-    port = int(line.split()[2].rpartition(":")[2].strip("/"))
     options, lost = work.options, 0
     best: dict[str, Any] = {"tokens/s": 0.0}
     for counts in [False] + [True] * options.rounds:
@@ -184,13 +193,16 @@ def main() -> int:
         work = Workload(Path(folder), options)
         server = start_server(work)
         try:
-            rates = [round(rate) for rate in offline(work)]
-            took = time.perf_counter() - began
-            print(f"offline: {rates} tokens/s (after {took:.0f} s)", flush=True)
-            found = streamed(work, server)
+            llm = start_offline(work)
+            port = port_of(server)  # both are ready: neither disturbs the other
+            print(f"both ready after {time.perf_counter() - began:.0f} s", flush=True)
+            rates = [round(rate) for rate in offline(work, llm)]
+            print(f"offline: {rates} tokens/s", flush=True)
+            found = streamed(work, port)
         finally:
             server.terminate()
             server.wait()
+            gc.unfreeze()
     for name, value in found.items():
         print(f"  {name}: {value}")
     share = found["tokens/s"] / max(rates)
