@@ -42,7 +42,7 @@ class SlowReaderError(RuntimeError):
 class Delta(NamedTuple):
     """What one completion gained since the last update."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method of that name is not needed
     text: str
     token_ids: list[int]
     logprobs: list[LogprobRow] | None

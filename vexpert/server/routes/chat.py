@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import AdapterNotFoundError, RequestError
-from vexpert.server.answer import Head, Json, answer, new_id
+from vexpert.server.answer import Head, answer, new_id
+from vexpert.server.events import Json
 from vexpert.server.generation import Job
 from vexpert.server.logprobs import chat_logprobs, prompt_logprobs
 from vexpert.server.progress import Delta, Update

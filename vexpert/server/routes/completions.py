@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from vexpert.engine.outputs import LogprobRow
 from vexpert.errors import AdapterNotFoundError
-from vexpert.server.answer import Head, Json, answer, new_id
+from vexpert.server.answer import Head, answer, new_id
+from vexpert.server.events import Json
 from vexpert.server.generation import Job
 from vexpert.server.logprobs import completion_logprobs, prompt_logprobs
 from vexpert.server.progress import Delta, Update
