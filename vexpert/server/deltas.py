@@ -26,14 +26,28 @@ class Progress:
     request_id: str
     every_step: bool
     num_tokens: int = 0  # generated, over all n completions
-    told_prompt: bool = False  # its log-probabilities go once: with the first update
+    told_prompt: bool = False  # its log-probabilities go once: with the first update, of a stream
     cursors: dict[int, _Cursor] = field(default_factory=dict)
 
     def entry(self, output: RequestOutput) -> Entry:
-        """(key, new tokens, finished, error, update or None), the update as it travels."""
+        """(key, new tokens, finished, error, update or None), the update as it travels.
+
+        (key, text, token ids) where a request that goes on gained that alone, as most do.
+        """
+        if self.told_prompt and output.error is None and len(output.outputs) == 1:
+            part = output.outputs[0]
+            if part.finish_reason is None and part.logprobs is None:
+                return self._plain_entry(part)
         total = sum(len(completion.token_ids) for completion in output.outputs)
         new, self.num_tokens = total - self.num_tokens, total
         return self.key, new, output.finished, output.error, self._update(output)
+
+    def _plain_entry(self, part: CompletionOutput) -> Entry:
+        cursor = self.cursors[part.index]
+        text, tokens = part.text[cursor.text :], part.token_ids[cursor.tokens :]
+        cursor.text, cursor.tokens = len(part.text), len(part.token_ids)
+        self.num_tokens += len(tokens)
+        return self.key, text, tokens
 
     def _update(self, output: RequestOutput) -> tuple[Any, ...] | None:
         if output.error is not None or not (self.every_step or output.finished):
@@ -65,9 +79,16 @@ def read_update(fields: list[Any], finished: bool, tracker: Tracker) -> Update:
     deltas, cached, prompt = fields
     if prompt is not None:
         tracker.prompt_logprobs = [read_row(row) for row in prompt]
+    tracker.num_cached_tokens = cached
     read = [_read_delta(*delta) for delta in deltas]
     tracker.reasons += [delta.finish_reason for delta in read if delta.finish_reason is not None]
     return Update(read, finished, cached, tracker.prompt_logprobs)
+
+
+def read_plain(text: str, tokens: list[int], tracker: Tracker) -> Update:
+    """The update of an entry that is text and token ids alone."""
+    delta = Delta(0, text, tokens, None, None, None)
+    return Update([delta], False, tracker.num_cached_tokens, tracker.prompt_logprobs)
 
 
 def _read_delta(index: int, text: str, tokens: list[int], rows: Any, *reasons: Any) -> Delta:

@@ -86,6 +86,7 @@ class Tracker:
     arrival: float  # seconds, perf_counter
     last_token: float | None = None  # seconds, perf_counter; None before the first token
     prompt_logprobs: list[LogprobRow | None] | None = None
+    num_cached_tokens: int = 0  # as of the last update that told it
     reasons: list[str] = field(default_factory=list)  # of the completions that have ended
 
     def all_reasons(self) -> list[str]:
