@@ -35,6 +35,7 @@ from adapter_load import Bench, Traffic, begin_decodes, commit, make_bench
 
 CONDITIONS = ("alone", "host", "reads", "files")
 JUDGED = ("host", "files")
+FEWEST = 6  # rounds
 DRAWS = 2000
 
 
@@ -168,7 +169,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=4)
-    parser.add_argument("--seconds", type=float, default=30.0, help="of all rounds")
+    parser.add_argument("--seconds", type=float, default=75.0, help="in all")
     parser.add_argument("--steps", type=int, default=200, help="of one condition in one round")
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--most", type=float, default=5.0, help="percent")
@@ -187,10 +188,14 @@ def main() -> None:
         turns = Turns(bench, options.batch, options.steps, names)
         turns.round(counts=False)  # captures, memory that readers and slabs keep
         took = time.perf_counter() - began
-        print(f"adapter of {nbytes / 1e6:.0f} MB on {options.device}; ready after {took:.1f} s; ms")
-        until = time.perf_counter() + options.seconds
-        while time.perf_counter() < until:
+        print(
+            f"adapter of {nbytes / 1e6:.0f} MB on {options.device}; ready after {took:.1f} s; ms",
+            flush=True,
+        )
+        count = 0
+        while count < FEWEST or time.perf_counter() - began < options.seconds:
             turns.round()
+            count += 1
         bench.engine.check_integrity()
         rows = report(turns, options.most)
         gc.unfreeze()
