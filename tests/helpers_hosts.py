@@ -31,6 +31,8 @@ class TouchyEngine(FakeEngine):
         super().add_request(*arguments, **options)
         if prompt == "fail the engine":
             self.failure = RuntimeError("planted")
+        if prompt == "hang":
+            self.step_seconds = 3600
 
     def prepare(self, params: SamplingParams) -> None:
         if params.constraint is not None and params.constraint.text == "refused":
@@ -45,6 +47,8 @@ def build(config: EngineConfig, modules: Sequence[LoraModule], is_restart: bool)
         raise RuntimeError("planted")
     if config.model == "breaks later" and is_restart:
         raise RuntimeError("planted")
+    if config.model == "slow again" and is_restart:
+        time.sleep(3)
     engine = TouchyEngine(config)
     engine.step_seconds = 0.002
     for module in modules:

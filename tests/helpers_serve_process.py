@@ -1,6 +1,7 @@
 """`vexpert serve` as a process of its own, with the fake engine instead of a model."""
 
 import sys
+import time
 from collections.abc import Sequence
 from typing import Any
 
@@ -14,6 +15,7 @@ from vexpert.server.interface import LoraModule
 
 
 def fake_engine(config: EngineConfig, modules: Sequence[LoraModule], is_restart: bool) -> Any:
+    time.sleep(config.max_loras or 0)  # a boot that takes a while, for tests of it
     engine = FakeEngine(config)
     engine.step_seconds = 0.01
     for module in modules:

@@ -1,12 +1,14 @@
 """Loading and unloading adapters while serving, in vLLM's shapes."""
 
 import threading
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
-from helpers_server import BASE, FakeEngine, RunningServer
+from helpers_server import BASE, FakeEngine, RunningServer, serving, wait_for
 
 from vexpert.errors import ConfigError
+from vexpert.server import engine_client, engine_loop
 from vexpert.server.app import create_app
 from vexpert.server.engine_thread import EngineThread
 
@@ -113,3 +115,27 @@ def test_a_load_that_hangs_holds_up_no_other(
         go.set()
         stuck.join()
     assert fake_server.get("/v1/models/stuck").status_code == 200
+
+
+def test_loads_take_few_threads_and_the_queue_is_bounded(
+    fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(engine_client, "MAX_ADAPTER_CALLS", 30)
+    go = threading.Event()
+    names, before = [f"n{i}" for i in range(40)], set(threading.enumerate())
+    fake.before_load = dict.fromkeys(names, lambda: go.wait(20))
+    with serving(fake) as running, ThreadPoolExecutor(40) as pool:
+
+        def load(name: str) -> int:
+            body = {"lora_name": name, "lora_path": "bundled"}
+            return running.post("/v1/load_lora_adapter", json=body).status_code
+
+        answers = [pool.submit(load, name) for name in names]
+        wait_for(lambda: sum(answer.done() for answer in answers) == 10)
+        assert {answer.result() for answer in answers if answer.done()} == {429}
+        mine = set(threading.enumerate()) - before
+        threads = [thread.name for thread in mine if "adapter-call" in thread.name]
+        assert len(threads) == engine_loop.ADAPTER_CALLS
+        assert running.ask("upper", "hello") == "HELLO"
+        go.set()
+        assert sorted(answer.result() for answer in answers) == [200] * 30 + [429] * 10

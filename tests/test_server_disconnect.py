@@ -1,11 +1,15 @@
 """A client that goes away frees what its request holds."""
 
+import asyncio
 import json
+from collections.abc import AsyncGenerator
 from typing import Any
 
 import httpx
 import pytest
 from helpers_server import BASE, FakeEngine, RunningServer, wait_for
+
+from vexpert.server.disconnect import EventStream
 
 pytest_plugins = ["helpers_server_fixtures"]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -64,3 +68,21 @@ def test_a_slow_reader_loses_nothing(fake: FakeEngine, fake_server: RunningServe
     text = "".join(json.loads(chunk)["choices"][0]["text"] for chunk in chunks[:-1])
     assert text == "ABC" * 30 + "." * 60
     assert fake.aborted == []
+
+
+def test_a_client_that_leaves_before_the_first_event_ends_the_work_too() -> None:
+    """A generator that has not begun has no `finally` to run."""
+    ended: list[str] = []
+
+    async def events() -> AsyncGenerator[str, None]:
+        yield "never asked for"
+
+    async def receive() -> dict[str, str]:
+        return {"type": "http.disconnect"}
+
+    async def send(message: Any) -> None:
+        await asyncio.Event().wait()  # the client reads nothing
+
+    stream = EventStream(events(), lambda: ended.append("end"))
+    asyncio.run(stream({"type": "http"}, receive, send))
+    assert ended == ["end"]

@@ -118,7 +118,7 @@ def test_aborted_requests_say_no_more(run: Run[Any]) -> None:
         await until(lambda: len(kept) > before + 3)
         assert len(dropped) == seen
         assert engine.num_sequences == 1
-        await engine.cut("the server is shutting down")
+        engine.cut("the server is shutting down")
         assert isinstance(kept[-1], ShuttingDownError)
         stats = await engine.stats()
         assert (stats.num_running, engine.num_sequences) == (0, 0)

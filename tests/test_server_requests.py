@@ -142,10 +142,10 @@ def test_an_adapters_own_chat_template_counts(fake: FakeEngine, tmp_path: Path) 
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
         fake.load_adapter(name, str(tmp_path / name))
-    config = {"chat_template": "B"}
+    config = {"chat_template": "[B]{{ messages[0].content }}"}
     listed = {"chat_template": [{"name": "rag", "template": "X"}, {"name": "default"}]}
-    listed["chat_template"][1]["template"] = "C"
-    (tmp_path / "jinja" / "chat_template.jinja").write_text("A")
+    listed["chat_template"][1]["template"] = "[C]"
+    (tmp_path / "jinja" / "chat_template.jinja").write_text("[A]")
     (tmp_path / "jinja" / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config" / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "list" / "tokenizer_config.json").write_text(json.dumps(listed))

@@ -21,9 +21,9 @@ from vexpert.server.run import run
 BODY: dict[str, Any] = {"model": BASE, "prompt": "x", "ignore_eos": True}
 
 
-def drained(engine: FakeEngine, seconds: float, work: Any) -> int:
+def drained(engine: FakeEngine, seconds: float, work: Any, **more: Any) -> int:
     """The exit code of a server of which `work(url)` is run beside; it must send a signal."""
-    options = ServerOptions((BASE,), status_interval=None, shutdown_timeout=seconds)
+    options = ServerOptions((BASE,), status_interval=None, shutdown_timeout=seconds, **more)
     app = create_app(EngineThread(engine), options)
     failures: list[BaseException] = []
 

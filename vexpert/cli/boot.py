@@ -4,10 +4,11 @@ Imports and a model take minutes on the thread that waits for neither; there an 
 in the midst of them. Both are no `Exception`: a library that tries an import must not take them.
 """
 
-import _thread
 import signal
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from functools import partial
 from types import FrameType
 from typing import Any, Protocol
 
@@ -30,15 +31,16 @@ class Waitable(Protocol):
 
 
 class Boot:
-    """Raises Stopped or EngineEnded on the main thread from `with` to `end`, or to the block's end.
+    """Raises Stopped on the main thread, once a signal has come, until the end of the block.
 
-    A library may swallow either; `end` raises it again.
+    A library may swallow it, then `check` raises it again, or make another error of it, which the
+    end of the block turns back.
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
-        self._is_over = False
-        self._why: type[BaseException] | None = None
+        self._is_stopped = False
+        self._has_ended = False  # the engine
+        self._is_watching = False
         self._before: dict[int, Callable[..., Any] | int | None] = {}
 
     def __enter__(self) -> "Boot":
@@ -46,32 +48,46 @@ class Boot:
             self._before[number] = signal.signal(number, self._handle)
         return self
 
-    def __exit__(self, *error: object) -> None:
-        with self._lock:
-            self._is_over = True
+    def __exit__(self, kind: object, error: BaseException | None, at: object) -> None:
         for number, handler in self._before.items():
             signal.signal(number, handler)
+        if error is not None and self._is_stopped:
+            raise Stopped from error
 
-    def watch(self, engine: Waitable) -> None:
-        """From here on the end of `engine` counts too."""
-        threading.Thread(
-            target=self._watch, args=(engine,), name="vexpert-boot", daemon=True
-        ).start()
+    def check(self) -> None:
+        """Raise Stopped if a signal has come."""
+        if self._is_stopped:
+            raise Stopped
 
-    def end(self) -> None:
-        """The server is ready to run and takes the signals."""
-        with self._lock:
-            self._is_over = True
-        if self._why is not None:
-            raise self._why
-
-    def _handle(self, number: int, frame: FrameType | None) -> None:
-        self._why = self._why or Stopped
-        raise self._why
+    @contextmanager
+    def watching(self, engine: Waitable) -> Iterator[None]:
+        """Raises EngineEnded on the main thread, inside the block, once `engine` has ended."""
+        self._is_watching = True
+        watch = partial(self._watch, engine)
+        threading.Thread(target=watch, name="vexpert-boot", daemon=True).start()
+        try:
+            yield
+        except BaseException as error:
+            self._is_watching = False
+            if self._has_ended and not self._is_stopped:
+                raise EngineEnded from error
+            raise
+        self._is_watching = False
+        if self._has_ended:
+            raise EngineEnded
 
     def _watch(self, engine: Waitable) -> None:
         engine.wait()
-        with self._lock:
-            if not self._is_over:
-                self._why = self._why or EngineEnded
-                _thread.interrupt_main(signal.SIGTERM)
+        self._has_ended = True
+        if self._is_watching:
+            # A real one: it ends what the thread waits for in the system.
+            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+
+    def _handle(self, number: int, frame: FrameType | None) -> None:
+        # On the main thread, as all of `watching`.
+        if self._has_ended:
+            if self._is_watching:
+                raise EngineEnded
+            return
+        self._is_stopped = True
+        raise Stopped

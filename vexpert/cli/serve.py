@@ -92,10 +92,11 @@ def _bind_and_serve(args: argparse.Namespace, boot: Boot) -> int:
     config = engine_config(args)
     limit_spinning()
 
-    from vexpert.server.listen import bind
+    from vexpert.server.listen import allow_many_files, bind
     from vexpert.server.tracing import check_endpoint
 
     check_endpoint(args.otlp_traces_endpoint)
+    allow_many_files()
     try:
         bound = bind(args.host, args.port)
     except OSError as error:
@@ -141,13 +142,17 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket,
     check_modules(modules, names or (config.model,))
     _print_config(config, args)
     options = _server_options(args, config, names)  # before the model loads: it may be refused
+    from vexpert.server.progress import EngineFailedError
+
     engine = engine_process(config, args.log_format)
     try:
         engine.launch(modules)
-        boot.watch(engine)
         return _serve_engine(args, engine, options, bound, boot)
     except EngineEnded:
         return _say_why(engine)
+    except EngineFailedError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 1
     finally:
         engine.close()
         gc.unfreeze()
@@ -180,20 +185,16 @@ def _serve_engine(
     boot: Boot,
 ) -> int:
     """Serve an engine that is starting; what is imported here loads beside it."""
-    from vexpert.server.app import create_app
-    from vexpert.server.engine_boot import settle
-    from vexpert.server.listen import url_of
-    from vexpert.server.progress import EngineFailedError
-    from vexpert.server.run import run as run_server
+    with boot.watching(engine):
+        from vexpert.server.app import create_app
+        from vexpert.server.engine_boot import settle
+        from vexpert.server.listen import url_of
+        from vexpert.server.run import run as run_server
 
-    try:
         engine.connect()
-    except EngineFailedError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 1
     app = create_app(engine, options)
     settle()
-    boot.end()
+    boot.check()
     service = app.state.service
 
     def ready() -> None:

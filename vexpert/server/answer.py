@@ -89,7 +89,13 @@ async def answer(
     try:
         if job.stream:
             generation = await Generation.start(engine, job, request.scope[ENDS])
-            return EventStream(_events(generation, formatter, usage, engine.keep_alive))
+            events = _events(generation, formatter, usage, engine.keep_alive)
+
+            def end() -> None:
+                generation.close()
+                trace.end()
+
+            return EventStream(events, end)
         work = _whole(engine, job, formatter, usage)  # its deadline is the layer's
         whole = await until_disconnect(request.receive, work)
     except ClientDisconnectedError as error:

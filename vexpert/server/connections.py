@@ -1,6 +1,8 @@
 """Connections that nobody uses: clients that read nothing, or never finish a request's head."""
 
 import asyncio
+import socket
+import struct
 from collections.abc import Collection
 from dataclasses import dataclass
 from typing import Any
@@ -12,6 +14,7 @@ from vexpert.log import get_logger
 logger = get_logger(__name__)
 HEAD_SECONDS = 30.0  # from the first look at a connection, or the last answer, to a request's head
 SHOWN = 5
+NO_LINGERING = struct.pack("ii", 1, 0)
 
 
 @dataclass
@@ -43,12 +46,12 @@ class Connections:
             _abort([p for p, look in self._looks.items() if self._has_stalled(p, look)])
             for protocol, look in self._looks.items():
                 if self._has_no_head(protocol, look):
-                    protocol.transport.abort()
+                    _reset(protocol)
 
     def abort_all(self) -> None:
         """Close every connection now, whatever its client has not read."""
         for protocol in list(self._protocols):
-            protocol.transport.abort()
+            _reset(protocol)
 
     def _has_stalled(self, protocol: H11Protocol, look: _Look) -> bool:
         transport = protocol.transport
@@ -70,9 +73,17 @@ class Connections:
         return look.headless_seconds >= HEAD_SECONDS
 
 
+def _reset(protocol: Any) -> None:
+    """Close a connection; the system, too, forgets at once what the client has not read."""
+    sock = protocol.transport.get_extra_info("socket")
+    if sock is not None and not protocol.transport.is_closing():
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGERING)
+    protocol.transport.abort()
+
+
 def _abort(stalled: list[H11Protocol]) -> None:
     for protocol in stalled:
-        protocol.transport.abort()
+        _reset(protocol)
     if stalled:
         shown = ", ".join(_name(each) for each in stalled[:SHOWN])
         more = f" and {len(stalled) - SHOWN} more" if len(stalled) > SHOWN else ""

@@ -25,10 +25,12 @@ class DaemonPool:
         self._is_closed = False
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
-        """Run `function(*arguments)` soon; its outcome."""
+        """Run `function(*arguments)` soon; its outcome. Cancelled at once after `close`."""
         future: Future[T] = Future()
         with self._lock:
-            assert not self._is_closed, "closed"
+            if self._is_closed:
+                future.cancel()
+                return future
             self._waiting.append((future, function, arguments))
             if len(self._waiting) > self._idle and self._threads < self._size:
                 name = f"{self._name}-{self._threads}"

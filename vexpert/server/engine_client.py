@@ -307,6 +307,7 @@ class AsyncEngine:
                 await beside(partial(self._host.launch, [*self._modules.values()], True))
                 self._link = await self._open()
             except (EngineFailedError, OSError) as error:
+                self._host.kill()  # it may hang
                 how = str(error)
                 continue
             except VexpertError as error:

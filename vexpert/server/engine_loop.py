@@ -104,6 +104,7 @@ class EngineLoop:
             return False
         finally:
             self._compiling.shutdown(wait=False, cancel_futures=True)
+            self._calling.close()
         for progress in self._progress.values():
             engine.abort(progress.request_id)
         return True

@@ -24,11 +24,12 @@ from vexpert.server.engine_boot import settle
 from vexpert.server.engine_loop import EngineLoop
 from vexpert.server.interface import EngineFacts, EngineProtocol, LoraModule, Tokenizer
 from vexpert.server.progress import EngineFailedError
-from vexpert.server.wire import error_fields, first_message, read_error
+from vexpert.server.wire import Message, error_fields, first_message, read_error
 
 logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 REFUSED = 2  # exit code: the engine told why it did not start
+BOOT_SILENCE = 300.0  # seconds without an answer: to load a library may block all threads
 END_SECONDS = 5.0  # to end well once the server said so
 Build = Callable[[EngineConfig, Sequence[LoraModule], bool], EngineProtocol]
 
@@ -50,6 +51,7 @@ class EngineProcess:
         self._tokenizer: Tokenizer | None = None
         self._facts: EngineFacts | None = None
         self._sock: socket.socket | None = None
+        self._first: Message | None = None  # what the engine said, or that it ended
         self._process: Any = None  # a multiprocessing Process
         self._ended = threading.Event()
         self._how = ""
@@ -66,6 +68,8 @@ class EngineProcess:
 
     def launch(self, modules: Sequence[LoraModule], is_restart: bool = False) -> None:
         self.modules = modules
+        if self._sock is not None and self._facts is None:
+            self._sock.close()  # of one that was never ready: nobody else has it
         mine, theirs = socket.socketpair()
         arguments = (theirs, self._build, self._config, modules, is_restart, self._log_format)
         process = multiprocessing.get_context("spawn").Process(
@@ -79,7 +83,7 @@ class EngineProcess:
                 raise
             # A signal's handler may raise as soon as signals come again.
             self._ended = threading.Event()
-            self._sock, self._process, self._facts = mine, process, None
+            self._sock, self._process, self._facts, self._first = mine, process, None, None
             reap = (process, self._ended)
             threading.Thread(
                 target=self._reap, args=reap, name="vexpert-reaper", daemon=True
@@ -98,7 +102,7 @@ class EngineProcess:
                 self._tokenizer = self._tokenizer or self._read_tokenizer(self._config)
         except VexpertError as error:
             fault = error  # the engine, which reads more, may have a better reason
-        kind, told = first_message(sock) or ["ended", self.wait()]
+        kind, told = self._first = self._first or self._await_first(sock)
         if kind == "refused":
             raise read_error(told)
         if kind != "ready":
@@ -108,6 +112,14 @@ class EngineProcess:
         if self._tokenizer is None:
             raise EngineFailedError(f"the engine ended as it was ready: {self.wait()}")
         return EngineFacts(**(told | {"adapters": tuple(told["adapters"])}))
+
+    def _await_first(self, sock: socket.socket) -> Message:
+        """What the engine says first, or how it ended. EngineFailedError if it hangs."""
+        try:
+            return first_message(sock, BOOT_SILENCE) or ["ended", self.wait()]
+        except TimeoutError:
+            silence = f"its process did not answer for {BOOT_SILENCE:g} seconds"
+            raise EngineFailedError(f"the engine hangs as it starts: {silence}") from None
 
     @property
     def pid(self) -> int:

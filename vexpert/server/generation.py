@@ -83,9 +83,12 @@ class Generation:
         self._pause.end()
         if self._job.stream and self._backlog > MAX_BACKLOG and len(self._updates) > 1:
             logger.warning("%s is aborted: its client reads too slowly", self._job.request_id)
-            behind = f"the client is {self._backlog} tokens and log-probabilities behind"
             self._updates.clear()
-            self._fail(SlowReaderError(f"{behind}; read faster, or ask for less"))
+            message = (
+                f"the client is {self._backlog} tokens and log-probabilities behind; read faster, "
+                "or ask for less"
+            )
+            self._fail(SlowReaderError(message))
 
     def _fail(self, failure: Failure) -> None:
         """Abort what runs; the reader gets `failure` after what has come."""

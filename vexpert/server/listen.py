@@ -1,6 +1,17 @@
 """The server's socket, bound before anything heavy is imported."""
 
+import resource
 import socket
+
+MANY_FILES = 2**16
+
+
+def allow_many_files() -> None:
+    """Raise the limit of open files, and so of connections, as far as the system allows."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    most = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
+    if soft != resource.RLIM_INFINITY and soft < most:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
 
 
 def bind(host: str, port: int) -> socket.socket:

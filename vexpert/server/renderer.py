@@ -15,10 +15,10 @@ from typing import Any
 from vexpert.errors import RequestError
 from vexpert.log import get_logger
 from vexpert.server.daemon_pool import DaemonPool
-from vexpert.server.template_worker import SECONDS
 
 logger = get_logger(__name__)
 PROCESSES = 2
+SECONDS = 2.0  # of the processor, for one rendering
 WAIT_SECONDS = 30.0  # by the clock, for a process that is stopped or gets no processor
 REFUSED_SECONDS = 60.0  # in which a template that ran out of its bounds is not tried again
 REMEMBERED = 1024
@@ -29,7 +29,8 @@ KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")  # of the environment: no keys
 class _Worker:
     """One process, started at its first use and after its end. For one thread at a time."""
 
-    def __init__(self) -> None:
+    def __init__(self, seconds: float) -> None:
+        self._seconds = seconds
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, task: str) -> dict[str, str] | None:
@@ -57,7 +58,7 @@ class _Worker:
     def _start(self) -> "subprocess.Popen[str]":
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}
         process = subprocess.Popen(
-            [sys.executable, "-c", COMMAND],
+            [sys.executable, "-c", COMMAND, str(self._seconds)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -86,9 +87,9 @@ def _end(process: "subprocess.Popen[str]") -> None:
 class Renderer:
     """Renders templates, PROCESSES at once. One out of bounds is refused for a while after it."""
 
-    def __init__(self, most: int) -> None:
-        """`most`: characters that a template may write."""
-        self._most = most
+    def __init__(self, most: int, seconds: float = SECONDS) -> None:
+        """`most`: characters that a template may write; `seconds`: what it may take."""
+        self._most, self._seconds = most, seconds
         self._pool = DaemonPool(PROCESSES, "vexpert-template")
         self._local = threading.local()
         self._workers: list[_Worker] = []
@@ -108,12 +109,12 @@ class Renderer:
 
     def _render(self, template: str, variables: dict[str, Any]) -> str:
         if self._is_refused(template):
-            rule = f"it took more than {SECONDS:g} seconds a moment ago; mend it, or try later"
+            rule = "it left its bounds a moment ago; mend it, or try again in a minute"
             raise _refusal(rule)
         answer = self._worker().ask(json.dumps([template, variables, self._most]))
         if answer is None:
             self._refuse(template)
-            rule = f"it takes more than {SECONDS:g} seconds, or too much memory"
+            rule = f"it takes more than {self._seconds:g} seconds, or too much memory"
             logger.warning("an adapter's chat template is ended: %s", rule)
             raise _refusal(rule)
         if "error" in answer:
@@ -124,7 +125,7 @@ class Renderer:
         """The one of this thread."""
         worker: _Worker | None = getattr(self._local, "worker", None)
         if worker is None:
-            worker = self._local.worker = _Worker()
+            worker = self._local.worker = _Worker(self._seconds)
             with self._lock:
                 self._workers.append(worker)
         return worker

@@ -1,11 +1,13 @@
 """What the routes share: the engine, the names it is served under, and how a name is resolved."""
 
+import asyncio
 import time
 from pathlib import Path
 
 from starlette.requests import Request
 
 from vexpert.errors import ConfigError
+from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deadlines import Unanswered
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import ApiError
@@ -19,6 +21,7 @@ from vexpert.server.tools.formats import FORMATS, ToolFormat
 from vexpert.server.tracing import make_traces
 
 SHOWN_NAMES = 20
+PATH_CHECKS = 4  # at once
 
 
 class Service:
@@ -29,6 +32,7 @@ class Service:
 
     def __init__(self, host: EngineHost, options: ServerOptions) -> None:
         self.options = options
+        self._paths = DaemonPool(PATH_CHECKS, "vexpert-path")  # a dead file system holds them up
         self.unanswered: set[Unanswered] = set()  # requests whose answer has not begun
         self.recorder = Recorder()
         limits = options.max_queue_len, options.keep_alive, options.engine_restarts
@@ -93,18 +97,12 @@ class Service:
             message = "this API key is for some models only and cannot load or unload adapters"
             raise ApiError(message, 403, code="not_allowed")
 
-    def check_adapter_path(self, path: str) -> None:
+    async def check_adapter_path(self, path: str) -> None:
         """Raise ApiError for an adapter's folder outside the allowed roots, or with links out."""
-        roots = [Path(root).resolve() for root in self.options.adapter_roots]
+        roots = self.options.adapter_roots
         if not roots:
             return
-        folder = Path(path)
-        try:
-            places = [folder, *(folder.iterdir() if folder.is_dir() else ())]
-            inside = all(_is_inside(place.resolve(), roots) for place in places)
-        except (OSError, ValueError, RuntimeError):
-            inside = False
-        if not inside:
+        if not await asyncio.wrap_future(self._paths.submit(_is_allowed, path, roots)):
             shown = ", ".join(map(str, roots))
             message = f"lora_path={path!r}: adapters may be loaded from {shown} only"
             raise ApiError(message, 403, "lora_path", "path_not_allowed")
@@ -121,6 +119,16 @@ class Service:
         known = ", ".join(names[:SHOWN_NAMES]) + more
         message = f"model {model!r} does not exist; known: {known}"
         return ApiError(message, 404, "model", "model_not_found")
+
+
+def _is_allowed(path: str, roots: tuple[str, ...]) -> bool:
+    """Whether a folder, and all that lies in it, is inside one of `roots`, links followed."""
+    folder, resolved = Path(path), [Path(root).resolve() for root in roots]
+    try:
+        places = [folder, *(folder.iterdir() if folder.is_dir() else ())]
+        return all(_is_inside(place.resolve(), resolved) for place in places)
+    except (OSError, ValueError, RuntimeError):
+        return False
 
 
 def _is_inside(place: Path, roots: list[Path]) -> bool:

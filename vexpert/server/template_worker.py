@@ -11,7 +11,7 @@ import signal
 import sys
 from datetime import datetime
 from functools import lru_cache
-from typing import Any, ClassVar
+from typing import Any
 
 import jinja2
 import jinja2.utils
@@ -22,7 +22,6 @@ from jinja2.sandbox import ImmutableSandboxedEnvironment
 
 from vexpert.engine.template_errors import TEMPLATE_ERRORS
 
-SECONDS = 2.0  # of the processor, for one rendering
 MAX_BYTES = 2**30  # of memory
 MAX_ERROR = 1000  # characters of what a template says in its refusal
 
@@ -34,7 +33,7 @@ class TooLargeError(ValueError):
 class _Generation(Extension):
     """`{% generation %}`, which marks the assistant's words for training, means nothing here."""
 
-    tags: ClassVar[set[str]] = {"generation"}
+    tags = {"generation"}  # noqa: RUF012 - as the base class has it
 
     def parse(self, parser: Parser) -> nodes.Node | list[nodes.Node]:
         next(parser.stream)
@@ -46,6 +45,7 @@ class _Namespace(jinja2.utils.Namespace):
 
     def __init__(*arguments: Any, **fields: Any) -> None:  # `self` may be a field
         own, arguments = arguments[0], arguments[1:]
+        jinja2.utils.Namespace.__init__(own)
         for name, value in dict(*arguments, **fields).items():
             own[name] = value
 
@@ -99,10 +99,14 @@ def _answer(line: str) -> dict[str, str]:
 
 
 def main() -> None:
-    """The process: a rendering a line, an answer for each, until its input ends."""
+    """The process: a rendering a line, an answer for each, until its input ends.
+
+    Its argument: seconds of the processor that each may take.
+    """
+    seconds = float(sys.argv[1])
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     for line in sys.stdin:
-        signal.setitimer(signal.ITIMER_PROF, SECONDS)  # its signal ends the process
+        signal.setitimer(signal.ITIMER_PROF, seconds)  # its signal ends the process
         answer = json.dumps(_answer(line))
         signal.setitimer(signal.ITIMER_PROF, 0)
         print(answer, flush=True)

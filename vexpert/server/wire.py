@@ -38,6 +38,7 @@ from vexpert.server.progress import EngineCallError
 Message = list[Any]
 SURROGATES = "surrogatepass"  # a client's JSON may hold halves of characters
 READ_BYTES = 2**18  # at once
+BOOT_BEAT = 2.0  # seconds between two questions to an engine that starts
 MAX_BYTES = 2**31 - 1  # of one message
 
 
@@ -53,20 +54,35 @@ def new_unpacker() -> Any:
     )
 
 
-def first_message(sock: socket.socket) -> Message | None:
-    """The engine sends one message and waits; None: it ends without a word."""
-    unpacker = new_unpacker()
-    while True:
+def first_message(sock: socket.socket, silence: float | None = None) -> Message | None:
+    """The engine sends one message and waits; None: it ends without a word.
+
+    It is asked for beats meanwhile. Raises TimeoutError where none comes for `silence` seconds.
+    """
+    unpacker, first, asked, silent = new_unpacker(), None, 0, 0.0
+    sock.settimeout(silence and min(BOOT_BEAT, silence / 4))
+    # No more may come afterwards: what was read of it would be lost.
+    while first is None or asked:
         try:
             data = sock.recv(READ_BYTES)
+        except TimeoutError:
+            silent += sock.gettimeout() or 0.0
+            if silence is not None and silent >= silence:
+                raise
+            sock.sendall(pack("beat"))
+            asked += 1
+            continue
         except ConnectionError:
-            return None
+            data = b""
         if not data:
-            return None
+            break
+        silent = 0.0
         unpacker.feed(data)
         for message in unpacker:
-            first: Message = message
-            return first
+            asked -= message[0] == "beat"
+            first = first if message[0] == "beat" else message
+    sock.settimeout(None)
+    return first
 
 
 # Errors: (class, message, field of the request or None).

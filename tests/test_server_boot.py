@@ -1,0 +1,144 @@
+"""Before a server is ready: signals end it with 0, and the end of its engine is told at once."""
+
+import os
+import re
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import pytest
+from helpers_server import wait_for
+from test_engine_process import ROOT, SCRIPT, is_gone
+
+from vexpert.cli.boot import Boot, EngineEnded, Stopped
+
+SLOW = ["--max-loras", "30"]  # seconds that the fake engine takes to start
+
+
+@contextmanager
+def booting(log: Path) -> Iterator["subprocess.Popen[bytes]"]:
+    with log.open("w") as file:
+        process = subprocess.Popen(
+            [sys.executable, SCRIPT, "serve", "--port", "0", *SLOW],
+            env=os.environ | {"PYTHONPATH": ROOT},
+            stderr=file,
+        )
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def engine_of(log: Path) -> int:
+    found: list[str] = []
+
+    def has_begun() -> bool:
+        found[:] = re.findall(r"the engine runs in process (\d+)", log.read_text())
+        return bool(found)
+
+    wait_for(has_begun, 20)
+    return int(found[0])
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+@pytest.mark.parametrize("delay", [0.0, 2.0])
+def test_a_signal_ends_a_boot_well(tmp_path: Path, number: int, delay: float) -> None:
+    log = tmp_path / "log"
+    with booting(log) as process:
+        engine = engine_of(log)
+        time.sleep(delay)  # amid imports, or waiting for the engine
+        begun = time.monotonic()
+        process.send_signal(number)
+        assert process.wait(20) == 0, log.read_text()
+        assert time.monotonic() - begun < 3
+        wait_for(lambda: is_gone(engine))
+    assert "before it was ready" in log.read_text()
+    assert "Traceback" not in log.read_text()
+
+
+@pytest.mark.parametrize("delay", [0.0, 2.0])
+def test_an_engine_killed_in_a_boot_is_told_at_once(tmp_path: Path, delay: float) -> None:
+    log = tmp_path / "log"
+    with booting(log) as process:
+        engine = engine_of(log)
+        time.sleep(delay)
+        begun = time.monotonic()
+        os.kill(engine, signal.SIGKILL)
+        assert process.wait(20) == 1
+        assert time.monotonic() - begun < 3
+    [error] = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
+    assert "signal 9 (SIGKILL)" in error
+    assert "Traceback" not in log.read_text()
+
+
+class Waited:
+    """Stands for an engine's process."""
+
+    def __init__(self) -> None:
+        self.ended = threading.Event()
+
+    def wait(self) -> str:
+        self.ended.wait()
+        return ""
+
+
+def swallow(kind: type[BaseException], cause: Callable[[], None]) -> None:
+    """As a library does that tries an import."""
+    try:
+        cause()
+        time.sleep(5)
+    except kind:
+        return
+    raise AssertionError("was not interrupted")
+
+
+def let_pass(boot: Boot, engine: Waited) -> None:
+    with boot.watching(engine):
+        swallow(EngineEnded, engine.ended.set)
+
+
+def test_what_a_library_swallows_is_raised_again() -> None:
+    before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
+    with Boot() as boot:
+        with pytest.raises(EngineEnded):
+            let_pass(boot, Waited())
+        boot.check()  # no signal
+    with Boot() as boot:
+        swallow(Stopped, lambda: os.kill(os.getpid(), signal.SIGTERM))
+        with pytest.raises(Stopped):
+            boot.check()
+    assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def make_another(kind: type[BaseException], cause: Callable[[], None]) -> None:
+    """As a library does whose parts are not in Python."""
+    try:
+        swallow(Stopped, cause)
+    finally:
+        raise kind("of the library")
+
+
+def test_what_a_library_makes_another_error_of_is_turned_back() -> None:
+    def end() -> None:
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Stopped) as caught, Boot():
+        make_another(ValueError, end)
+    assert isinstance(caught.value.__cause__, ValueError)
+    with pytest.raises(EngineEnded), Boot() as boot:
+        make_end(boot)
+    with pytest.raises(ValueError, match="by itself"), Boot():
+        raise ValueError("by itself")
+
+
+def make_end(boot: Boot) -> None:
+    engine = Waited()
+    with boot.watching(engine):
+        swallow(EngineEnded, engine.ended.set)
+        raise ValueError("of the library")

@@ -1,0 +1,130 @@
+"""Clients that read nothing, or send half of a request: they cost little, and not for long."""
+
+import os
+import signal
+import time
+from typing import Any
+
+import httpx
+import pytest
+from helpers_raw_http import connect, is_cut, request_bytes
+from helpers_server import BASE, make_fake_engine, serving, wait_for
+from test_engine_process import FAKE
+from test_engine_process import serving as serving_process
+from test_server_shutdown import drained, end
+
+from vexpert.server import connections, generation
+from vexpert.server.options import ServerOptions
+
+# More than the kernel takes for a client that reads nothing.
+LARGE = {
+    "model": BASE,
+    "prompt": "x",
+    "ignore_eos": True,
+    "max_tokens": 200,
+    "n": 64,
+    "logprobs": 5,
+    "stream": True,
+}
+
+
+def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(
+    caplog: pytest.LogCaptureFixture,
+) -> None:
+    engine = make_fake_engine()
+    engine.max_model_len = 10_000  # for more than it can write in the time
+    engine.step_seconds = 0.005
+
+    def work(url: str) -> None:
+        with connect(url) as silent:
+            silent.sendall(request_bytes(LARGE | {"max_tokens": 9000}))
+            wait_for(lambda: bool(engine.requests))
+            wait_for(lambda: bool(engine.aborted), 15)
+            assert not engine.requests
+            assert is_cut(silent)
+        end()
+
+    assert drained(engine, 5.0, work, write_timeout=1.0) == 0
+    told = [r for r in caplog.records if "read nothing of their answers" in r.getMessage()]
+    assert len(told) == 1
+
+
+def test_what_is_kept_for_a_slow_client_is_bounded(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(generation, "MAX_BACKLOG", 2000)
+    engine = make_fake_engine()
+    engine.step_seconds = 0.005
+    options = ServerOptions((BASE,), status_interval=None)
+    with serving(engine, options) as running, connect(running.url) as silent:
+        silent.sendall(request_bytes(LARGE))
+        wait_for(lambda: bool(engine.requests))
+        wait_for(lambda: bool(engine.aborted), 15)
+        assert running.ask("upper", "hello") == "HELLO"
+        content = b""
+        while b"[DONE]" not in content:
+            content = content[-1000:] + silent.recv(2**20)
+        assert b'"code":"slow_reader"' in content
+    assert len([r for r in caplog.records if "reads too slowly" in r.getMessage()]) == 1
+
+
+def test_a_reader_that_keeps_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(generation, "MAX_BACKLOG", 2000)
+    engine = make_fake_engine()
+    options = ServerOptions((BASE,), status_interval=None)
+    with serving(engine, options) as running:
+        answer = running.post("/v1/completions", json=LARGE | {"n": 4})
+        assert answer.text.endswith("data: [DONE]\n\n")
+        assert "error" not in answer.text
+
+
+@pytest.mark.parametrize("head", [b"", b"POST /v1/completions HTTP/1.1\r\nHost: x\r\nX-Slow: "])
+def test_half_a_head_is_not_waited_for(monkeypatch: pytest.MonkeyPatch, head: bytes) -> None:
+    monkeypatch.setattr(connections, "HEAD_SECONDS", 1.5)
+
+    def work(url: str) -> None:
+        with connect(url) as slow:
+            begun = time.monotonic()
+            slow.sendall(head)
+            while time.monotonic() - begun < 1.0:
+                time.sleep(0.2)
+                if head:
+                    slow.sendall(b"y")
+            assert httpx.get(f"{url}/health").status_code == 200
+            assert is_cut(slow) or time.monotonic() - begun < 5
+            assert 1.0 < time.monotonic() - begun < 5
+        end()
+
+    assert drained(make_fake_engine(), 5.0, work) == 0
+
+
+def test_a_head_of_any_size_is_refused() -> None:
+    def work(url: str) -> None:
+        with connect(url) as large:
+            large.sendall(b"GET /health HTTP/1.1\r\nHost: x\r\nX-Large: " + b"x" * 10**5)
+            assert large.recv(100).startswith(b"HTTP/1.1 400 ")
+        end()
+
+    assert drained(make_fake_engine(), 5.0, work) == 0
+
+
+@pytest.mark.parametrize("is_stopped", [False, True])
+def test_a_second_signal_ends_the_server_at_once(is_stopped: bool) -> None:
+    """Though clients read nothing, and the engine may be stopped."""
+    with serving_process(FAKE) as server:
+        silent: list[Any] = [connect(server.url) for _ in range(4)]
+        for each in silent:
+            each.sendall(request_bytes(LARGE))
+        time.sleep(1.0)
+        if is_stopped:
+            os.kill(server.engines()[0], signal.SIGSTOP)
+        server.process.send_signal(signal.SIGTERM)
+        time.sleep(0.3)
+        assert server.process.poll() is None
+        begun = time.monotonic()
+        server.process.send_signal(signal.SIGTERM)
+        assert server.process.wait(20) == 0
+        assert time.monotonic() - begun < 2.5
+        for each in silent:
+            each.close()
+    assert "Traceback" not in "".join(server.log)

@@ -1,0 +1,168 @@
+"""Chat templates of adapters: as transformers renders them, and in bounds whatever they do."""
+
+import json
+import threading
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+from helpers_server import BASE, FakeEngine, RunningServer, make_fake_engine, serving
+from transformers import AutoTokenizer
+
+from vexpert import demo
+from vexpert.errors import RequestError
+from vexpert.server import renderer, template_worker
+from vexpert.server.options import ServerOptions
+from vexpert.server.renderer import Renderer
+
+CHAT = "/v1/chat/completions"
+MESSAGES: list[dict[str, Any]] = [
+    {"role": "system", "content": "Be <brief> & kind."},
+    {"role": "user", "content": "héllo \ud800"},
+]
+TOOLS = [{"type": "function", "function": {"name": "look_up", "parameters": {"type": "object"}}}]
+SAME = [
+    "{{ bos_token }}{% for m in messages %}<{{ m.role }}>{{ m['content'] | trim }}\n{% endfor %}",
+    "{% if tools %}{{ tools | tojson }}{{ tools[0] | tojson(indent=2) }}{% endif %}",
+    "{%- for m in messages -%}\n  {%- if loop.last %}{% break %}{% endif %}\n"
+    "  {{ m.role }}\n{% endfor %}",
+    "{% set ns = namespace(found=false, n=1) %}{% for m in messages %}{% set ns.n = ns.n + 1 %}"
+    "{% endfor %}{{ ns.n }}{{ ns.found }}",
+    "{% generation %}{{ messages[0].content }}{% endgeneration %}{{ eos_token }}{{ note }}",
+    "{% if add_generation_prompt %}<assistant>{% endif %}{{ documents is none }}",
+    "{% macro f(x) %}[{{ x }}]{% endmacro %}{{ f(messages[0].role) }}{{ dict(a=1) }}",
+    "{{ strftime_now('%Y') }}",
+    "{{ messages | selectattr('role', 'equalto', 'user') | list | length }}",
+    "{{ messages | map(attribute='role') | join(',') }}{{ none }}{{ missing }}",
+]
+
+
+@pytest.fixture(scope="module")
+def tokenizer() -> Any:
+    return AutoTokenizer.from_pretrained(demo.model_path())
+
+
+@pytest.mark.parametrize("template", SAME)
+def test_a_template_means_what_it_means_to_transformers(tokenizer: Any, template: str) -> None:
+    variables = {"bos_token": tokenizer.bos_token, "eos_token": tokenizer.eos_token, "note": "n"}
+    variables = {name: value for name, value in variables.items() if value is not None}
+    common: dict[str, Any] = {"tools": TOOLS, "add_generation_prompt": True}
+    expected = tokenizer.apply_chat_template(
+        MESSAGES, chat_template=template, tokenize=False, note="n", **common
+    )
+    given = variables | common | {"messages": MESSAGES, "documents": None}
+    assert template_worker.render(template, given, 10**6) == expected
+
+
+@pytest.fixture(scope="module")
+def rendering() -> Iterator[Renderer]:
+    made = Renderer(most=1000, seconds=0.5)
+    yield made
+    made.close()
+
+
+@pytest.mark.parametrize(
+    ("template", "told"),
+    [
+        ("{% for i in range(10**9) %}x{% endfor %}", "Range too big"),
+        ("{% for i in range(9999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "second"),
+        ("{{ 'x' * 10**10 }}", "memory"),
+        ("{{ 'x' * 1001 }}", "more than 1000 characters"),
+        ("{% for i in range(9999) %}x{% endfor %}", "more than 1000 characters"),
+        ("{{ 7 ** (7 ** 10) }}", "seconds"),
+        ("{{ 1 / 0 }}", "division by zero"),
+        ("{{ [].pop() }}", "unsafe"),
+        ("{% if", "unexpected"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "recursion"),
+        ("{% include 'other' %}", "no loader"),
+        ("{{ raise_exception('not so') }}", "not so"),
+        ("{{ raise_exception('x' * 10**6) }}", "x" * 1000),
+        ("{{ ''.__class__.__mro__ }}", "unsafe"),
+        ("{% set ns = namespace() %}{% set ns.__x__ = 1 %}", "begin otherwise"),
+        ("{{ namespace(__class__=1) }}", "begin otherwise"),
+        ("{{ dict.__subclasses__() }}", "no attribute"),
+        ("{{ messages.append(1) }}", "unsafe"),
+    ],
+)
+def test_what_a_template_may_not_do_is_a_refusal(
+    rendering: Renderer, template: str, told: str
+) -> None:
+    begun = time.monotonic()
+    with pytest.raises(RequestError, match=told):
+        rendering.submit(template, {"messages": MESSAGES}).result()
+    assert time.monotonic() - begun < 15
+    assert rendering.submit("{{ 1 + 1 }}", {}).result() == "2"
+
+
+def test_a_template_out_of_bounds_is_not_tried_again_at_once(
+    rendering: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    template = "{% for i in range(9998) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    with pytest.raises(RequestError, match="takes more than"):
+        rendering.submit(template, {}).result()
+    begun = time.monotonic()
+    with pytest.raises(RequestError, match="a moment ago"):
+        rendering.submit(template, {}).result()
+    assert time.monotonic() - begun < 0.5
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 61)
+    with pytest.raises(RequestError, match="takes more than"):
+        rendering.submit(template, {}).result()
+
+
+def test_no_secret_of_the_server_reaches_the_process(
+    rendering: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("VEXPERT_SECRET", "x")
+    worker = renderer._Worker(1.0)
+    worker.ask(json.dumps(["", {}, 1]))
+    assert worker._process is not None
+    environment = Path(f"/proc/{worker._process.pid}/environ")
+    if environment.exists():
+        assert b"VEXPERT_SECRET" not in environment.read_bytes()
+    worker.close()
+
+
+def adapter(engine: FakeEngine, folder: Path, template: str) -> None:
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text("{}")
+    (folder / "chat_template.jinja").write_text(template)
+    engine.load_adapter(folder.name, str(folder))
+
+
+def test_others_go_on_beside_an_endless_template(tmp_path: Path) -> None:
+    engine = make_fake_engine()
+    loop = "{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}"
+    adapter(engine, tmp_path / "endless", loop)
+    adapter(engine, tmp_path / "good", "<user>{{ messages[0].content }}\n")
+    options = ServerOptions((BASE,), status_interval=None)
+
+    def ask(running: RunningServer, answers: list[Any]) -> None:
+        body = {"model": "endless", "messages": [{"role": "user", "content": "x"}]}
+        answers.append(running.post(CHAT, json=body))
+
+    with serving(engine, options) as running:
+        answers: list[Any] = []
+        asking = threading.Thread(target=ask, args=(running, answers))
+        asking.start()
+        begun = time.monotonic()
+        assert running.ask("good", "hello") == "hello"
+        assert running.ask(BASE, "hello") == "hello"
+        assert asking.is_alive()
+        assert time.monotonic() - begun < 2
+        asking.join()
+        assert answers[0].status_code == 400
+        assert "takes more than 2 seconds" in answers[0].json()["error"]["message"]
+        assert running.ask("good", "hello") == "hello"
+
+
+@pytest.mark.parametrize("path", [CHAT, "/tokenize"])
+@pytest.mark.parametrize("name", ["chat_template", "sanitize_control_tokens", "tokenize"])
+def test_a_request_brings_no_template_of_its_own(path: str, name: str) -> None:
+    with serving(make_fake_engine()) as running:
+        messages = [{"role": "user", "content": "x"}]
+        body = {"model": BASE, "messages": messages, "chat_template_kwargs": {name: "{{ 1 }}"}}
+        answer = running.post(path, json=body)
+        assert answer.status_code == 400
+        assert answer.json()["error"]["param"] == "chat_template_kwargs"
