@@ -10,7 +10,7 @@ from helpers_server import BASE, serving
 from test_server_tools import TEMPLATE
 
 from vexpert import demo
-from vexpert.cli import serve
+from vexpert.cli import serve_options
 from vexpert.cli.main import build_parser
 from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
@@ -57,7 +57,7 @@ def test_the_configuration_file_is_read(tmp_path: Path) -> None:
 
 def test_every_option_of_the_server_is_told() -> None:
     parser = argparse.ArgumentParser()
-    serve._add_server_options(parser)
+    serve_options.add_server_options(parser)
     flags = {flag for action in parser._actions for flag in action.option_strings}
     told = set(re.findall(r"`(--[a-z-]+)", OPERATIONS))
     assert flags - {"-h", "--help"} <= told

@@ -56,7 +56,7 @@ def test_a_signal_ends_a_boot_well(tmp_path: Path, number: int, delay: float) ->
         begun = time.monotonic()
         process.send_signal(number)
         assert process.wait(20) == 0, log.read_text()
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 5
         wait_for(lambda: is_gone(engine))
     assert "before it was ready" in log.read_text()
     assert "Traceback" not in log.read_text()
@@ -71,7 +71,7 @@ def test_an_engine_killed_in_a_boot_is_told_at_once(tmp_path: Path, delay: float
         begun = time.monotonic()
         os.kill(engine, signal.SIGKILL)
         assert process.wait(20) == 1
-        assert time.monotonic() - begun < 3
+        assert time.monotonic() - begun < 5
     [error] = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert "signal 9 (SIGKILL)" in error
     assert "Traceback" not in log.read_text()

@@ -14,7 +14,7 @@ from vexpert.server.deltas import merge
 from vexpert.server.events import EventWriter, event
 from vexpert.server.generation import Generation, Job
 from vexpert.server.pause import Pause
-from vexpert.server.progress import Delta, EngineFailedError, Update
+from vexpert.server.progress import OBJECT_BYTES, Delta, EngineFailedError, Update
 from vexpert.server.prompts import Prompt
 from vexpert.server.protocol.chat import ChatCompletionRequest
 from vexpert.server.protocol.completion import CompletionRequest
@@ -94,7 +94,7 @@ def test_merged_updates_say_what_each_said() -> None:
         Delta(0, "abc", [7] * 3, [row] * 3, "stop", None),
         Delta(1, "xyz", [7] * 3, [row] * 3, "length", None),
     ]
-    assert merged.size() == 12  # tokens and log-probabilities
+    assert merged.size() == OBJECT_BYTES * 20  # two deltas, 6 tokens, 6 rows of one entry
 
 
 class NoEngine:

@@ -53,7 +53,7 @@ def test_the_deadline_holds_while_the_engine_is_stopped(
 ) -> None:
     begun = time.monotonic()
     answer = httpx.request(method, stopped.url + path, json=body, timeout=20)
-    assert time.monotonic() - begun < 3
+    assert time.monotonic() - begun < 5
     assert answer.status_code == 504, answer.text
     assert answer.json()["error"]["code"] == "timeout"
     assert answer.headers["x-request-id"]

@@ -3,6 +3,7 @@
 import os
 import signal
 import time
+import tracemalloc
 from typing import Any
 
 import httpx
@@ -13,8 +14,10 @@ from test_engine_process import FAKE
 from test_engine_process import serving as serving_process
 from test_server_shutdown import drained, end
 
+from vexpert.engine.outputs import Logprob
 from vexpert.server import connections, generation
 from vexpert.server.options import ServerOptions
+from vexpert.server.progress import Delta, Update
 
 # More than the kernel takes for a client that reads nothing.
 LARGE = {
@@ -52,7 +55,7 @@ def test_a_client_that_reads_nothing_is_cut_off_and_its_request_aborted(
 def test_what_is_kept_for_a_slow_client_is_bounded(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
-    monkeypatch.setattr(generation, "MAX_BACKLOG", 2000)
+    monkeypatch.setattr(generation, "MAX_BACKLOG", 2**20)
     engine = make_fake_engine()
     engine.step_seconds = 0.005
     options = ServerOptions((BASE,), status_interval=None)
@@ -69,11 +72,12 @@ def test_what_is_kept_for_a_slow_client_is_bounded(
 
 
 def test_a_reader_that_keeps_up_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(generation, "MAX_BACKLOG", 2000)
+    monkeypatch.setattr(generation, "MAX_BACKLOG", 2**20)
     engine = make_fake_engine()
+    engine.step_seconds = 0.005
     options = ServerOptions((BASE,), status_interval=None)
     with serving(engine, options) as running:
-        answer = running.post("/v1/completions", json=LARGE | {"n": 4})
+        answer = running.post("/v1/completions", json=LARGE | {"n": 8})
         assert answer.text.endswith("data: [DONE]\n\n")
         assert "error" not in answer.text
 
@@ -124,7 +128,21 @@ def test_a_second_signal_ends_the_server_at_once(is_stopped: bool) -> None:
         begun = time.monotonic()
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(20) == 0
-        assert time.monotonic() - begun < 2.5
+        assert time.monotonic() - begun < 3.0
         for each in silent:
             each.close()
     assert "Traceback" not in "".join(server.log)
+
+
+def test_the_size_of_an_update_is_what_it_takes() -> None:
+    def update(k: int, count: int) -> Update:
+        row = {k + j: Logprob(-0.1 * j - k, j, f"t{j + k}") for j in range(count)}
+        delta = Delta(0, f"ab{k}", [1000 + k], [row] if count else None, None, None)
+        return Update([delta], False, 0, None)
+
+    for count in (0, 1, 20):
+        tracemalloc.start()
+        kept = [update(1000 * k, count) for k in range(1000)]
+        taken = tracemalloc.get_traced_memory()[0] / 1000
+        tracemalloc.stop()
+        assert 0.7 < kept[0].size() / taken < 1.5

@@ -262,7 +262,7 @@ def _server_options(
         request_timeout=args.request_timeout,
         shutdown_timeout=args.shutdown_timeout,
         write_timeout=args.write_timeout,
-        engine_step_timeout=args.engine_step_timeout or None,
+        engine_step_timeout=args.engine_step_timeout or float("inf"),
         engine_restarts=args.engine_restarts,
         adapter_roots=tuple(args.allowed_adapter_roots),
         cors=cors,

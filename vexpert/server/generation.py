@@ -14,7 +14,7 @@ from vexpert.server.progress import Failure, RequestTimeoutError, SlowReaderErro
 from vexpert.server.prompts import Prompt
 
 logger = get_logger(__name__)
-MAX_BACKLOG = 2**18  # tokens and log-probabilities of a stream that wait for its reader: 50 MB
+MAX_BACKLOG = 2**26  # bytes of a stream that wait for its reader
 
 
 @dataclass(frozen=True)
@@ -37,7 +37,7 @@ class Generation:
         self._engine = engine
         self._job = job
         self._updates: list[tuple[int, Update]] = []
-        self._backlog = 0  # size of the updates
+        self._backlog = 0  # bytes of the updates
         self._failure: Failure | None = None  # comes after the updates
         self._pause = Pause()
         self._open = {i: f"{job.request_id}-{i}" for i in range(len(job.prompts))}
@@ -84,10 +84,8 @@ class Generation:
         if self._job.stream and self._backlog > MAX_BACKLOG and len(self._updates) > 1:
             logger.warning("%s is aborted: its client reads too slowly", self._job.request_id)
             self._updates.clear()
-            message = (
-                f"the client is {self._backlog} tokens and log-probabilities behind; read faster, "
-                "or ask for less"
-            )
+            size = f"{self._backlog / 2**20:.0f} MiB"
+            message = f"{size} of this stream wait for the client; read faster, or ask for less"
             self._fail(SlowReaderError(message))
 
     def _fail(self, failure: Failure) -> None:

@@ -32,7 +32,7 @@ class ServerOptions:
     keep_alive: float = 15.0  # seconds without an event after which a stream gets a comment
     shutdown_timeout: float = 30.0  # seconds that accepted requests have after a signal
     engine_restarts: int = 0  # of a failed engine in 10 minutes; beyond, the server ends
-    engine_step_timeout: float | None = 300.0  # seconds a step may take; None: any time
+    engine_step_timeout: float | None = 300.0  # seconds a step may take; None: never looked at
     adapter_roots: tuple[str, ...] = ()  # folders that adapters may be loaded from; empty: any
     cors: CorsOptions | None = None
     access_log: bool = True

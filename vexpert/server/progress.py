@@ -7,6 +7,8 @@ from typing import Any, NamedTuple
 from vexpert.engine.outputs import LogprobRow
 from vexpert.errors import RequestError
 
+OBJECT_BYTES = 256  # of a token, or a log-probability, with what it is kept in; measured
+
 
 class EngineFailedError(RuntimeError):
     """The engine has ended, or failed; no request can be answered unless it starts again."""
@@ -59,13 +61,13 @@ class Update(NamedTuple):
     prompt_logprobs: list[LogprobRow | None] | None
 
     def size(self) -> int:
-        """Tokens and log-probabilities, which is what it takes memory for."""
-        size = 0
+        """Bytes that it takes in memory, roughly."""
+        objects = 0
         for delta in self.deltas:
-            size += len(delta.token_ids)
+            objects += 1 + len(delta.token_ids)
             if delta.logprobs:
-                size += sum(map(len, delta.logprobs))
-        return size
+                objects += sum(1 + len(row) for row in delta.logprobs)
+        return OBJECT_BYTES * objects
 
 
 Failure = (  # of all requests, or of one

@@ -20,7 +20,7 @@ from vexpert.server.service import Service
 
 CLOSE_SECONDS = 5  # for connections to close once their requests have ended
 HURRIED_SECONDS = 0.5  # the same after a second signal
-LAST_RESORT_SECONDS = 2.0  # after a second signal; then the process ends as it is
+LAST_RESORT_SECONDS = 3.0  # after a second signal; then the process ends as it is
 POLL_SECONDS = 0.02
 logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
@@ -79,6 +79,8 @@ class Server(uvicorn.Server):
         self._is_hurried = True
         self.last_resort.start()
         self._service.engine.hurry()
+        if not self.started:
+            return
         abort = self._connections.abort_all
         self._loop.call_soon_threadsafe(self._loop.call_later, HURRIED_SECONDS, abort)
 
