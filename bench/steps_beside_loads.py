@@ -12,6 +12,8 @@ all. One load at a time, without a pause:
 | reads | adapters are read from files to host memory, and dropped |
 | files | adapters come to the device from files, and evict others |
 
+`--slices` adds host and files with other slices: KiB of a copy that are under way at once.
+
 `rise`: the 99th percentile of all steps over that of `alone`, in percent; `low` and `high` hold
 95% of 2,000 draws of the rounds with replacement, the same rounds for both. The verdict, before the
 last line, which is JSON: whether `high` of host and files is at most `--most`, `low` above it, or
@@ -34,7 +36,7 @@ import torch
 from adapter_load import Bench, Traffic, begin_decodes, commit, make_bench
 
 CONDITIONS = ("alone", "host", "reads", "files")
-JUDGED = ("host", "files")
+JUDGED = ("host", "files")  # alone, or with a slice: "host, 512"
 FEWEST = 6  # rounds
 DRAWS = 2000
 
@@ -86,17 +88,24 @@ class Seen:
 class Turns:
     """Runs the conditions in turns."""
 
-    def __init__(self, bench: Bench, batch: int, steps: int, names: list[str]) -> None:
-        self.bench, self.batch, self.steps, self.names = bench, batch, steps, names
-        self.seen = {condition: Seen() for condition in CONDITIONS}
+    def __init__(self, bench: Bench, options: argparse.Namespace, names: list[str]) -> None:
+        self.bench, self.names = bench, names
+        self.batch, self.steps = options.batch, options.steps
+        more = [f"{kind}, {size}" for size in options.slices for kind in JUDGED]
+        self.seen = {condition: Seen() for condition in (*CONDITIONS, *more)}
+        self._pace = bench.manager._device._pace
         self._draw = random.Random(0)
 
     def round(self, counts: bool = True) -> None:
         begin_decodes(self.bench, self.batch)
-        order = self._draw.sample(CONDITIONS, len(CONDITIONS))
+        order = self._draw.sample(list(self.seen), len(self.seen))
         for condition in order:
             seen = self.seen[condition] if counts else Seen()
-            self._run(condition, seen)
+            kind, _, size = condition.partition(", ")
+            least = int(size) << 10 if size else self._pace.least
+            self.bench.manager._device._pace = dataclasses.replace(self._pace, least=least)
+            self._run(kind, seen)
+        self.bench.manager._device._pace = self._pace
         for request_id in list(self.bench.engine._requests):
             self.bench.engine.abort(request_id)
         self.bench.run()
@@ -149,8 +158,8 @@ def report(turns: Turns, most: float) -> dict[str, dict[str, float]]:
         if name != "alone":
             row |= rise(table, tables["alone"])
         rows[name] = row
-        print(f"  {name:6s}", "  ".join(f"{key} {value:8.3f}" for key, value in row.items()))
-    for name in JUDGED:
+        print(f"  {name:12s}", "  ".join(f"{key} {value:8.3f}" for key, value in row.items()))
+    for name in (each for each in rows if each.startswith(JUDGED)):
         row = rows[name]
         verdict = "undecided"
         if row["high"] <= most:
@@ -172,6 +181,7 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--seconds", type=float, default=75.0, help="in all")
     parser.add_argument("--steps", type=int, default=200, help="of one condition in one round")
     parser.add_argument("--batch", type=int, default=8)
+    parser.add_argument("--slices", type=int, nargs="*", default=[], help="KiB")
     parser.add_argument("--most", type=float, default=5.0, help="percent")
     parser.add_argument("--readers", type=int, help="processes that read; 0: threads")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
@@ -185,7 +195,7 @@ def main() -> None:
         names = [f"a{i}" for i in range(1, options.adapters)]
         for name in ["a0", *names]:
             bench.serve(name)
-        turns = Turns(bench, options.batch, options.steps, names)
+        turns = Turns(bench, options, names)
         turns.round(counts=False)  # captures, memory that readers and slabs keep
         took = time.perf_counter() - began
         print(
