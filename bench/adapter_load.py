@@ -1,4 +1,4 @@
-"""How long an adapter takes to serve, and what its load costs the requests that run meanwhile.
+"""How long an adapter takes to serve, and what a read costs the Python that runs meanwhile.
 
 A random MoE of Qwen3-30B-A3B's shape cut to `--layers`, and adapters with one pair for each expert
 (rank 16 on q, k, v, o and every expert's gate, up and down: 269 MB for 8 layers in bfloat16).
@@ -11,11 +11,9 @@ A random MoE of Qwen3-30B-A3B's shape cut to `--layers`, and adapters with one p
 | page cache to device | the request is added | its adapter is in its slot, nothing else runs |
 | page cache to first token | the same | its first token; a base request's beside it |
 | host to device | the request is added, the packed copy is there | its adapter is in its slot |
-| step, ... | | one decode step of `--batch` requests, with what begins the loads: alone; while |
-| | | adapters come from host memory without a pause; while they come from files; alone |
 
-`rise` is of the 99th percentile, over the steps alone. `--small` is a shape for a CPU. Rows are
-printed as they come; the last line is JSON.
+What loads cost the decode steps beside them is for `steps_beside_loads.py`. `--small` is a shape
+for a CPU. Rows are printed as they come; the last line is JSON.
 """
 
 import argparse
@@ -305,34 +303,6 @@ def begin_decodes(bench: Bench, batch: int) -> None:
         bench.engine.step()
 
 
-def measure_steps(bench: Bench, batch: int, steps: int, count: int, table: Table) -> None:
-    names = [f"a{i}" for i in range(1, count)]
-    for name in names:
-        bench.serve(name)
-    begin_decodes(bench, batch)
-    bench.decode(steps // 4)
-    alone: Row = {}
-    for label, from_disk in (
-        ("alone", None),
-        ("host", False),
-        ("files", True),
-        ("alone, end", None),
-    ):
-        traffic = None if from_disk is None else Traffic(bench, names, from_disk)
-        began = time.perf_counter()
-        row = percentiles(bench.decode(steps, traffic))
-        alone = alone or row
-        if traffic is not None:
-            row["loads_per_s"] = traffic.loads / (time.perf_counter() - began)
-            if traffic.ref is not None:
-                bench.manager.drop(traffic.ref)
-        table.add(f"step, {label}", row | {"rise_%": 100 * (row["p99"] / alone["p99"] - 1)})
-    for request_id in list(bench.engine._requests):
-        bench.engine.abort(request_id)
-    bench.run()
-    bench.engine.check_integrity()
-
-
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
@@ -341,7 +311,6 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=4)
     parser.add_argument("--rounds", type=int, default=5)
-    parser.add_argument("--steps", type=int, default=600)
     parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--seconds", type=float, default=1.5, help="of each row of Python items")
     parser.add_argument("--readers", type=int, help="processes that read; 0: threads")
@@ -376,11 +345,10 @@ def main() -> None:
             flush=True,
         )
         measure_loads(bench, options.rounds, table)
-        measure_steps(bench, options.batch, options.steps, options.adapters, table)
         measure_python(bench, options.seconds, table)
         gc.unfreeze()
     where = torch.cuda.get_device_name() if options.device != "cpu" else platform.processor()
-    shape = {key: getattr(options, key) for key in ("layers", "rank", "batch", "steps", "small")}
+    shape = {key: getattr(options, key) for key in ("layers", "rank", "batch", "small")}
     shape["readers"] = (
         0 if bench.manager._host.readers is None else bench.engine.config.lora_readers
     )

@@ -2,6 +2,7 @@
 
 import os
 import threading
+import time
 from dataclasses import dataclass, field
 from pathlib import Path
 from random import Random
@@ -41,6 +42,7 @@ class Ask:
     kind: str
     word: str
     started_step: int
+    started: float  # seconds, monotonic
     answer: str | None = None
 
 
@@ -56,6 +58,8 @@ class Churn:
     done: list[Ask] = field(default_factory=list)
     counts: dict[str, int] = field(default_factory=dict)
     longest_wait: int = 0  # steps from arrival to the end
+    longest_seconds: float = 0.0  # the same
+    most_passed: int = 0  # newer requests that took a slot while one was refused one
     steps: int = 0
 
     def __post_init__(self) -> None:
@@ -86,7 +90,7 @@ class Churn:
             self.count("404")
             return
         assert kind is not None, f"{name} was unloaded, and answers"
-        self.asks[request_id] = Ask(name, kind, word, self.steps)
+        self.asks[request_id] = Ask(name, kind, word, self.steps, time.monotonic())
 
     def replace(self) -> None:
         """A new version of a name: another of the four."""
@@ -110,11 +114,19 @@ class Churn:
             del self.asks[request_id]
             self.count("abort")
 
+    def disconnect(self) -> None:
+        """A client goes away with all its requests, in whatever state they are."""
+        for _ in range(min(8, len(self.asks))):
+            self.abort()
+        self.count("disconnect")
+
     def step(self) -> None:
         self.steps += 1
         for output in self.engine.step():
             if output.finished:
                 self._end(output)
+        waiting = self.engine.scheduler.waiting
+        self.most_passed = max([self.most_passed, *(each.times_passed for each in waiting)])
 
     def _end(self, output: RequestOutput) -> None:
         ask = self.asks.pop(output.request_id)
@@ -123,6 +135,7 @@ class Churn:
         ask.answer = output.outputs[0].text
         self.done.append(ask)
         self.longest_wait = max(self.longest_wait, self.steps - ask.started_step)
+        self.longest_seconds = max(self.longest_seconds, time.monotonic() - ask.started)
 
     def wrong(self) -> list[Ask]:
         """Answers that are not the adapter's own."""

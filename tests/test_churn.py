@@ -10,6 +10,7 @@ from helpers_demo import expected
 
 from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths, model_path
+from vexpert.engine.admission import MAX_PASSED
 from vexpert.engine.engine import Engine
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.lora.manager import AdapterManager
@@ -58,7 +59,8 @@ def test_churn(tmp_path: Path, size: int) -> None:
     while len(churn.done) < REQUESTS:
         for _ in range(random.randint(0, 4) if len(churn.asks) < 60 else 0):
             churn.ask()
-        act = random.choices([churn.replace, churn.unload, churn.abort, None], [12, 8, 12, 68])[0]
+        acts = [churn.replace, churn.unload, churn.abort, churn.disconnect, None]
+        act = random.choices(acts, [12, 8, 10, 2, 68])[0]
         if act is not None:
             act()
         churn.step()
@@ -77,6 +79,7 @@ def test_churn(tmp_path: Path, size: int) -> None:
     assert usage.device_used - usage.device_payload <= 0.05 * usage.device_used
     # Every request ends within: its reading and copying, 64 that pass it, and the older ones.
     assert churn.longest_wait < 400
+    assert churn.most_passed <= MAX_PASSED
     assert_nothing_is_left(engine, files)
 
 

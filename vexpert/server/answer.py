@@ -1,10 +1,9 @@
 """What all answers share: their head, their token counts, and running a job to an answer."""
 
-import json
 import time
-from collections.abc import AsyncGenerator, Iterable
+from collections.abc import AsyncGenerator
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Protocol
 from uuid import uuid4
 
 from fastapi.responses import JSONResponse
@@ -17,12 +16,11 @@ from vexpert.server.deadlines import ENDS
 from vexpert.server.disconnect import ClientDisconnectedError, EventStream, until_disconnect
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import SERVER_ERRORS, api_error, error_object
+from vexpert.server.events import Chunker, EventWriter, Json, event
 from vexpert.server.generation import Generation, Job
 from vexpert.server.progress import Update
 from vexpert.server.service import Service
 from vexpert.server.tracing import NoTrace
-
-Json = dict[str, Any]
 
 
 def new_id(kind: str) -> str:
@@ -71,16 +69,11 @@ class Usage:
         }
 
 
-class Formatter(Protocol):
+class Formatter(Chunker, Protocol):
     """The shape of one kind of answer."""
-
-    include_usage: bool
 
     def whole(self, updates: dict[int, Update]) -> Json:
         """The answer, but for `usage`, from one finished update per prompt."""
-
-    def chunks(self, i: int, update: Update) -> Iterable[Json]:
-        """Chunks for an update of prompt `i`."""
 
     def last_chunk(self) -> Json:
         """The chunk without choices that carries `usage`."""
@@ -130,27 +123,25 @@ async def _whole(engine: AsyncEngine, job: Job, formatter: Formatter, usage: Usa
 async def _events(
     generation: Generation, formatter: Formatter, usage: Usage, keep_alive: float
 ) -> AsyncGenerator[str, None]:
-    blank: Json = {"usage": None} if formatter.include_usage else {}
+    writer = EventWriter(formatter)
     try:
-        async for pair in generation.every(keep_alive):
-            if pair is None:
+        async for burst in generation.bursts(keep_alive):
+            if burst is None:
                 yield ": keep-alive\n\n"
                 continue
-            i, update = pair
-            usage.count(i, update)
-            for chunk in formatter.chunks(i, update):
-                yield _event(chunk | blank)
+            written = ""
+            for i, update in burst:
+                usage.count(i, update)
+                written += writer.write(i, update)
+            if written:
+                yield written
         if formatter.include_usage:
-            yield _event(formatter.last_chunk() | {"usage": usage.as_json()})
+            yield event(formatter.last_chunk() | {"usage": usage.as_json()})
     except (*SERVER_ERRORS, RequestError) as error:
         usage.trace.end(error)
         told = api_error(error)
-        yield _event(error_object(told.message, told.status, told.param, told.code))
+        yield event(error_object(told.message, told.status, told.param, told.code))
     finally:
         generation.close()
         usage.trace.end()
     yield "data: [DONE]\n\n"
-
-
-def _event(content: Json) -> str:
-    return f"data: {json.dumps(content, ensure_ascii=False, separators=(',', ':'))}\n\n"

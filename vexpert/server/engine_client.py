@@ -16,7 +16,7 @@ from vexpert.engine.validation import check_params
 from vexpert.errors import RequestError, VexpertError
 from vexpert.log import get_logger
 from vexpert.server.beside import beside
-from vexpert.server.deltas import read_update
+from vexpert.server.deltas import read_plain, read_update
 from vexpert.server.engine_link import Link
 from vexpert.server.heartbeat import Heartbeat
 from vexpert.server.interface import UNUSABLE, EngineHost, LoraModule
@@ -261,10 +261,16 @@ class AsyncEngine:
 
     def _step(self, entries: list[Any]) -> None:
         now = time.perf_counter()
-        for key, new_tokens, finished, error, fields in entries:
+        for key, *entry in entries:
             tracker = self._trackers.get(key)
             if tracker is None:
                 continue  # aborted meanwhile
+            if len(entry) == 2:
+                text, tokens = entry
+                self.recorder.stepped(tracker, len(tokens), now)
+                tracker.sink(read_plain(text, tokens, tracker))
+                continue
+            new_tokens, finished, error, fields = entry
             self.recorder.stepped(tracker, new_tokens, now)
             told: Failure | Any = RequestError(error) if error is not None else None
             if fields is not None:

@@ -1,15 +1,15 @@
 """The engine requests that answer one HTTP request: started together, ended together."""
 
 import asyncio
-import dataclasses
-from collections import deque
 from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass
 from functools import partial
 
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.log import get_logger
+from vexpert.server.deltas import merge
 from vexpert.server.engine_client import AsyncEngine
+from vexpert.server.pause import Pause
 from vexpert.server.progress import Failure, RequestTimeoutError, SlowReaderError, Update
 from vexpert.server.prompts import Prompt
 
@@ -36,10 +36,10 @@ class Generation:
     def __init__(self, engine: AsyncEngine, job: Job, ends: float | None) -> None:
         self._engine = engine
         self._job = job
-        self._updates: deque[tuple[int, Update]] = deque()
+        self._updates: list[tuple[int, Update]] = []
         self._backlog = 0  # bytes of the updates
         self._failure: Failure | None = None  # comes after the updates
-        self._news = asyncio.Event()
+        self._pause = Pause()
         self._open = {i: f"{job.request_id}-{i}" for i in range(len(job.prompts))}
         self._deadline: asyncio.TimerHandle | None = None
         if ends is not None:
@@ -80,7 +80,7 @@ class Generation:
             return
         self._updates.append((i, update))
         self._backlog += update.size()
-        self._news.set()
+        self._pause.end()
         if self._job.stream and self._backlog > MAX_BACKLOG and len(self._updates) > 1:
             logger.warning("%s is aborted: its client reads too slowly", self._job.request_id)
             self._updates.clear()
@@ -92,44 +92,43 @@ class Generation:
         """Abort what runs; the reader gets `failure` after what has come."""
         self.close()
         self._failure = self._failure or failure
-        self._news.set()
+        self._pause.end()
 
     async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
         """(prompt's index, update) until every prompt is answered. Raises its Failure."""
-        async for pair in self.every(None):
-            assert pair is not None
-            yield pair
+        async for burst in self.bursts(None):
+            assert burst is not None
+            for pair in burst:
+                yield pair
 
-    async def every(self, seconds: float | None) -> AsyncIterator[tuple[int, Update] | None]:
-        """As iteration, with None whenever nothing has come for `seconds`."""
+    async def bursts(self, seconds: float | None) -> AsyncIterator[list[tuple[int, Update]] | None]:
+        """As iteration, with all that has come at once, as one update for each prompt.
+
+        None whenever nothing has come for `seconds`.
+        """
         while self._open or self._updates or self._failure is not None:
-            pair = await self._next(seconds)
-            if pair is None:
+            if self._updates:
+                yield self._drain()
+            elif self._failure is not None:
+                raise self._failure
+            elif not await self._pause.wait(seconds):
                 yield None
-                continue
-            i, update = pair
+
+    def _drain(self) -> list[tuple[int, Update]]:
+        """What has come and was not read, one update for each prompt."""
+        by_prompt: dict[int, list[Update]] = {}
+        for i, update in self._updates:
+            by_prompt.setdefault(i, []).append(update)
             if update.finished:
                 self._open.pop(i, None)
-            yield i, (_without_output(update) if self._job.prompt_only else update)
-
-    async def _next(self, seconds: float | None) -> tuple[int, Update] | None:
-        """The next update, None after `seconds` without one. Raises the Failure."""
-        try:
-            async with asyncio.timeout(seconds):
-                while not self._updates and self._failure is None:
-                    self._news.clear()
-                    await self._news.wait()
-        except TimeoutError:
-            return None
-        if not self._updates:
-            assert self._failure is not None
-            raise self._failure
-        i, update = self._updates.popleft()
-        self._backlog -= update.size()
-        return i, update
+        self._updates, self._backlog = [], 0
+        bare = self._job.prompt_only
+        merged = ((i, merge(updates)) for i, updates in by_prompt.items())
+        return [(i, _without_output(update) if bare else update) for i, update in merged]
 
     def close(self) -> None:
         """Abort what still runs."""
+        self._pause.close()
         if self._deadline is not None:
             self._deadline.cancel()
         for request_id in self._open.values():
@@ -139,5 +138,5 @@ class Generation:
 
 def _without_output(update: Update) -> Update:
     ended = [delta for delta in update.deltas if delta.finish_reason is not None]
-    bare = [dataclasses.replace(d, text="", token_ids=[], logprobs=None) for d in ended]
-    return dataclasses.replace(update, deltas=bare)
+    bare = [d._replace(text="", token_ids=[], logprobs=None) for d in ended]
+    return update._replace(deltas=bare)

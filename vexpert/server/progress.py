@@ -2,7 +2,7 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 from vexpert.engine.outputs import LogprobRow
 from vexpert.errors import RequestError
@@ -41,11 +41,10 @@ class SlowReaderError(RuntimeError):
     """A client reads its stream so slowly that too much of it would have to be kept."""
 
 
-@dataclass(frozen=True)
-class Delta:
+class Delta(NamedTuple):
     """What one completion gained since the last update."""
 
-    index: int
+    index: int  # type: ignore[assignment]  # a tuple's method of that name is not needed
     text: str
     token_ids: list[int]
     logprobs: list[LogprobRow] | None
@@ -53,8 +52,7 @@ class Delta:
     stop_reason: int | str | None
 
 
-@dataclass(frozen=True)
-class Update:
+class Update(NamedTuple):
     """What one request gained since the last update."""
 
     deltas: list[Delta]
@@ -64,12 +62,12 @@ class Update:
 
     def size(self) -> int:
         """Bytes that it takes in memory, roughly."""
-        return OBJECT_BYTES * sum(_objects(delta) for delta in self.deltas)
-
-
-def _objects(delta: Delta) -> int:
-    rows = delta.logprobs or ()
-    return 1 + len(delta.token_ids) + sum(1 + len(row) for row in rows)
+        objects = 0
+        for delta in self.deltas:
+            objects += 1 + len(delta.token_ids)
+            if delta.logprobs:
+                objects += sum(1 + len(row) for row in delta.logprobs)
+        return OBJECT_BYTES * objects
 
 
 Failure = (  # of all requests, or of one
@@ -90,6 +88,7 @@ class Tracker:
     arrival: float  # seconds, perf_counter
     last_token: float | None = None  # seconds, perf_counter; None before the first token
     prompt_logprobs: list[LogprobRow | None] | None = None
+    num_cached_tokens: int = 0  # as of the last update that told it
     reasons: list[str] = field(default_factory=list)  # of the completions that have ended
 
     def all_reasons(self) -> list[str]:

@@ -8,7 +8,8 @@ from starlette.responses import Response
 
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import AdapterNotFoundError, RequestError
-from vexpert.server.answer import Head, Json, answer, new_id
+from vexpert.server.answer import Head, answer, new_id
+from vexpert.server.events import Json
 from vexpert.server.generation import Job
 from vexpert.server.logprobs import chat_logprobs, prompt_logprobs
 from vexpert.server.progress import Delta, Update
@@ -106,6 +107,10 @@ class ChatFormatter:
                 begin = {"index": delta.index, "delta": role, "logprobs": None}
                 yield self._chunk(begin | {"finish_reason": None})
             yield from self._parts(delta)
+
+    def choice_of_text(self, i: int, delta: Delta) -> int | None:
+        is_plain = self._plan is None and self._count is None and delta.finish_reason is None
+        return delta.index if is_plain and delta.index in self._begun else None
 
     def _parts(self, delta: Delta) -> Iterator[Json]:
         """Chunks of what is new; the last one tells log-probabilities and the end."""

@@ -9,7 +9,8 @@ from starlette.responses import Response
 
 from vexpert.engine.outputs import LogprobRow
 from vexpert.errors import AdapterNotFoundError
-from vexpert.server.answer import Head, Json, answer, new_id
+from vexpert.server.answer import Head, answer, new_id
+from vexpert.server.events import Json
 from vexpert.server.generation import Job
 from vexpert.server.logprobs import completion_logprobs, prompt_logprobs
 from vexpert.server.progress import Delta, Update
@@ -92,6 +93,12 @@ class CompletionFormatter:
             choice = self._choice(i, delta, update)
             if choice["text"] or choice["finish_reason"] or choice["logprobs"]:
                 yield self._head.fields("text_completion") | {"choices": [choice]}
+
+    def choice_of_text(self, i: int, delta: Delta) -> int | None:
+        index = i * self._n + delta.index
+        told_more = self._count is not None or self._wants_prompt_logprobs
+        is_first = self._echo and index not in self._offsets
+        return None if told_more or is_first or delta.finish_reason is not None else index
 
     def last_chunk(self) -> Json:
         return self._head.fields("text_completion") | {"choices": []}

@@ -1,0 +1,184 @@
+"""bfloat16 beside float32 on the device that serves, and float32 batches beside single requests.
+
+The reference is this engine in float32 on PyTorch operations alone, which other tests hold to
+transformers' own models with merged weights; its weights are the bfloat16 ones, so that only the
+arithmetic differs. Tests marked `gpu` run the kernels.
+"""
+
+import shutil
+from pathlib import Path
+
+import pytest
+import torch
+from helpers_demo import NAMES, expected, random_words
+from safetensors.torch import load_file, save_file
+
+from vexpert import LLM, SamplingParams
+from vexpert.bench.engine.files import find_model_shape, write_adapter, write_model
+from vexpert.demo import adapter_paths, model_path
+from vexpert.models.served import TransformersModel
+
+LIMIT = 2e-2  # of a generated token's log-probability, at the 99th percentile
+WORSE = 1.5  # times PyTorch's own mean error in bfloat16
+DEVICES = [("cpu", 15), pytest.param("cuda", 100, marks=pytest.mark.gpu)]
+RANDOM = [("cpu", "tiny"), pytest.param("cuda", "qwen3-30b-a3b-8l", marks=pytest.mark.gpu)]
+Work = list[tuple[list[int], str | None]]  # token ids, adapter
+
+
+def rounded_copy(source: Path, target: Path) -> Path:
+    """The folder with its weights in bfloat16."""
+    shutil.copytree(source, target)
+    (file,) = target.glob("*.safetensors")
+    tensors = {name: x.to(torch.bfloat16) for name, x in load_file(file).items()}
+    save_file(tensors, file, metadata={"format": "pt"})
+    return target
+
+
+def serve(model: Path, adapters: dict[str, Path], device: str, dtype: str, backend: str) -> LLM:
+    llm = LLM(
+        model=str(model),
+        device=device,
+        dtype=dtype,
+        lora_backend=backend,
+        load_format="auto" if (model / "model.safetensors").exists() else "dummy",
+        max_model_len=512,
+        kv_cache_memory=1 << 28,
+        lora_memory=2 << 30 if device == "cuda" else 1 << 28,
+        lora_host_memory=2 << 30 if device == "cuda" else 1 << 28,
+        warm_up="none",
+    )
+    for name, path in adapters.items():
+        llm.load_adapter(name, str(path))
+    return llm
+
+
+def copy_weights(source: LLM, target: LLM) -> None:
+    """Of a model whose weights are random."""
+    models = source.engine.model, target.engine.model
+    assert isinstance(models[0], TransformersModel)
+    assert isinstance(models[1], TransformersModel)
+    for name, parameter in models[1].model.named_parameters():
+        given = models[0].parameter(name)
+        assert given is not None, name
+        parameter.data.copy_(given)
+
+
+def chosen(llm: LLM, work: Work, steps: int) -> tuple[list[list[int]], torch.Tensor]:
+    """Greedy tokens of each request, all in one batch, and their log-probabilities."""
+    params = SamplingParams(temperature=0, max_tokens=steps, logprobs=0)
+    prompts = [{"prompt_token_ids": ids} for ids, _ in work]
+    outputs = llm.generate(prompts, params, adapter=[name for _, name in work])
+    tokens = [list(output.outputs[0].token_ids) for output in outputs]
+    rows = [output.outputs[0].logprobs or [] for output in outputs]
+    values = [
+        row[token].logprob
+        for ids, each in zip(tokens, rows, strict=True)
+        for token, row in zip(ids, each, strict=True)
+    ]
+    return tokens, torch.tensor(values)
+
+
+def told(llm: LLM, work: Work, tokens: list[list[int]]) -> torch.Tensor:
+    """Log-probabilities of `tokens` where they are given to the model instead of chosen."""
+    params = SamplingParams(temperature=0, max_tokens=1, prompt_logprobs=0)
+    prompts = [{"prompt_token_ids": ids + new} for (ids, _), new in zip(work, tokens, strict=True)]
+    values = []
+    outputs = llm.generate(prompts, params, adapter=[name for _, name in work])
+    for output, (ids, _), new in zip(outputs, work, tokens, strict=True):
+        assert output.prompt_logprobs is not None
+        for token, row in zip(new, output.prompt_logprobs[len(ids) :], strict=True):
+            assert row is not None
+            values.append(row[token].logprob)
+    return torch.tensor(values)
+
+
+def check(served: LLM, plain: LLM, reference: LLM, work: Work, steps: int) -> None:
+    """`served` and `plain` in bfloat16, the second on PyTorch operations, against float32."""
+    tokens, decoded = chosen(served, work, steps)
+    want = told(reference, work, tokens)
+    errors = {
+        "decoded": decoded - want,
+        "as prompts": told(served, work, tokens) - want,
+        "PyTorch": told(plain, work, tokens) - want,
+    }
+    for adapted in (False, True):
+        mine = torch.tensor(
+            [
+                (name is not None) == adapted
+                for (_, name), new in zip(work, tokens, strict=True)
+                for _ in new
+            ]
+        )
+        means = {}
+        for what, error in errors.items():
+            row = error[mine].abs()
+            means[what] = float(row.mean())
+            figures = f"mean {row.mean():.2e}, p99 {row.quantile(0.99):.2e}, max {row.max():.2e}"
+            print("LoRA" if adapted else "base", what, figures, f"of {len(row)}")
+        for what in ("decoded", "as prompts"):
+            assert errors[what][mine].abs().quantile(0.99) <= LIMIT, what
+            assert means[what] <= WORSE * means["PyTorch"] + 1e-3, (what, means)
+
+
+def demo_work(llm: LLM, count: int) -> Work:
+    """Words for base and the four adapters, in turn."""
+    tokenizer, work = llm.get_tokenizer(), []
+    for index, word in enumerate(random_words(count, seed=11)):
+        text = tokenizer.apply_chat_template(
+            [{"role": "user", "content": word}], add_generation_prompt=True, tokenize=False
+        )
+        name = NAMES[index % len(NAMES)]
+        work.append((tokenizer.encode(text, add_special_tokens=False), name))
+    return work
+
+
+@pytest.fixture
+def demo(tmp_path: Path) -> tuple[Path, dict[str, Path]]:
+    """The demo and its adapters, all rounded to bfloat16."""
+    adapters = {n: rounded_copy(path, tmp_path / n) for n, path in adapter_paths().items()}
+    return rounded_copy(model_path(), tmp_path / "model"), adapters
+
+
+@pytest.mark.parametrize(("device", "count"), DEVICES)
+def test_the_demo_in_bfloat16(device: str, count: int, demo: tuple[Path, dict[str, Path]]) -> None:
+    served = serve(*demo, device, "bfloat16", "auto")
+    plain = serve(*demo, device, "bfloat16", "torch")
+    reference = serve(*demo, device, "float32", "torch")
+    check(served, plain, reference, demo_work(served, count), steps=16)
+
+
+@pytest.mark.parametrize(("device", "shape"), RANDOM)
+def test_random_weights_in_bfloat16(device: str, shape: str, tmp_path: Path) -> None:
+    sizes = find_model_shape(shape)
+    write_model(tmp_path / "model", sizes)
+    adapters = {f"a{i}": tmp_path / f"a{i}" for i in range(2)}
+    for seed, path in enumerate(adapters.values()):
+        write_adapter(path, sizes, 16, seed)
+    given = tmp_path / "model", adapters, device
+    served = serve(*given, "bfloat16", "auto")
+    plain = serve(*given, "bfloat16", "torch")
+    reference = serve(*given, "float32", "torch")
+    for other in (plain, reference):
+        copy_weights(served, other)
+    draw = torch.Generator().manual_seed(4)
+    names = [None, *adapters]
+    prompts = [
+        torch.randint(2, sizes.vocab, (5 + 7 * i,), generator=draw).tolist() for i in range(12)
+    ]
+    check(served, plain, reference, [(ids, names[i % 3]) for i, ids in enumerate(prompts)], 16)
+
+
+@pytest.mark.parametrize(("device", "count"), DEVICES)
+def test_a_mixed_batch_of_the_demo_equals_one_by_one(device: str, count: int) -> None:
+    llm = serve(model_path(), adapter_paths(), device, "float32", "auto")
+    work = demo_work(llm, count)
+    together, _ = chosen(llm, work, steps=16)
+    alone = [chosen(llm, [each], steps=16)[0][0] for each in work]
+    assert together == alone
+    words = random_words(count, seed=11)
+    answers = [llm.get_tokenizer().decode(t, skip_special_tokens=True) for t in together]
+    right = [
+        answer == expected(name, word)
+        for answer, (_, name), word in zip(answers, work, words, strict=True)
+    ]
+    assert sum(right) >= 0.95 * count - 1
