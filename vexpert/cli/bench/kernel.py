@@ -175,7 +175,7 @@ def _grid_cases(grid: "Grid", given: dict[str, Any]) -> "list[Case]":
         find_shape(shape)
     cases = dataclasses.replace(grid, **lists).cases()
     if not cases:
-        raise ConfigError("no case: every combination has more adapters than tokens")
+        raise ConfigError("no case: a single token always has an adapter; add base share 0")
     return cases
 
 
@@ -187,12 +187,16 @@ def report(
     csv_path: str | None = None,
 ) -> int:
     """Print a line per row, the verdict and one JSON line; the exit code."""
-    from vexpert.bench.claims import check_claims, make_claims
+    from vexpert.bench.claims import check_claims, claim_line, make_claims
     from vexpert.bench.contenders import CLASSIC
     from vexpert.bench.peers import SHAPE
-    from vexpert.bench.table import claim_line, columns, heading, line, verdict, verdict_line
+    from vexpert.bench.table import columns, heading, line
+    from vexpert.bench.verdict import verdict, verdict_lines
 
     shown = columns(CLASSIC in bench.contenders, any(case.shape == SHAPE for case in cases))
+    seconds = bench.compile_ahead(cases)
+    if seconds:
+        print(f"kernels compiled in {seconds} s", flush=True)
     print(heading(shown), flush=True)
     rows: list[Row] = []
     for row in bench.rows(cases):
@@ -201,7 +205,7 @@ def report(
         if json_path:
             Path(json_path).write_text(json.dumps(_result(facts, rows)) + "\n")
     counts, claims = verdict(rows), check_claims(make_claims(), rows)
-    print("\n".join([verdict_line(counts), *map(claim_line, claims)]))
+    print("\n".join([*verdict_lines(rows), *map(claim_line, claims)]))
     if csv_path:
         _write_csv(Path(csv_path), rows)
     print(json.dumps(_result(facts, rows) | counts | {"claims": claims}))
