@@ -52,6 +52,8 @@ class Heads:
     width: int  # d
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    # Whether as many heads share a program when tokens are few: the order of a norm's sum follows.
+    batch_invariant: bool = False
 
 
 @triton.jit
@@ -228,7 +230,7 @@ def _head_blocks(heads: Heads, tokens: int) -> tuple[int, int, str]:
     # Few tokens: a head a program, for their number; many: 1024 elements, for their size. The
     # interpreter runs one program after another.
     few = tokens <= 32 and not triton.knobs.runtime.interpret
-    most = 1 if few else max(1, 1024 // block_d)
+    most = 1 if few and not heads.batch_invariant else max(1, 1024 // block_d)
     q_block, kv_block = (power_of_two(count, 1, most) for count in (heads.num_q, heads.num_kv))
     return q_block, kv_block, "none" if norm is None else "head"
 

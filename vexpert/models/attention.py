@@ -60,6 +60,7 @@ class AttentionLayer:
         value_shape: tuple[int, int],
         is_latent: bool,
         use_kernels: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.context = context
         self.kind = kind
@@ -67,6 +68,7 @@ class AttentionLayer:
         self.value_shape = value_shape
         self.is_latent = is_latent
         self.use_kernels = use_kernels and not is_latent
+        self.batch_invariant = batch_invariant
         self.keys = torch.empty(0)
         self.values = torch.empty(0)
 
@@ -117,6 +119,7 @@ class AttentionLayer:
             chunk=self.kind.chunk,
             softcap=softmax.softcap,
             sinks=softmax.sinks,
+            batch_invariant=self.batch_invariant,
         )
 
     def latent_context(self) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,7 @@ from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
+from vexpert.ops.plan_rows import PlanRows
 from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
 MAX_EXPERTS = 4094  # bins of the order's histogram, less two
@@ -22,9 +23,10 @@ MAX_EXPERTS = 4094  # bins of the order's histogram, less two
 class FusedExpertsKernel:
     """Implements `ops.backend.FusedExperts`. Graphs can be captured: the host chooses the plan."""
 
-    def __init__(self, experts: ExpertsTensors) -> None:
+    def __init__(self, experts: ExpertsTensors, rows: PlanRows | None = None) -> None:
         assert experts.down.shape[0] <= MAX_EXPERTS, experts.down.shape
         self.experts = experts
+        self.rows = rows  # of plans; None: the packaged ones
         weights = (experts.gate_up, experts.down)
         interpreted = triton.knobs.runtime.interpret
         self.can_use_tma = not (experts.is_interleaved or interpreted) and all(
@@ -43,14 +45,21 @@ class FusedExpertsKernel:
     ) -> torch.Tensor:
         if hidden.shape[0] == 0:
             return torch.empty_like(hidden)
-        adapters = 0 if lora is None else lora.num_adapters
-        plan = choose_plan(self.shape(topk_ids), adapters)
+        plan = self.choose(topk_ids, lora)
         return fused_experts(self.experts, hidden, topk_ids, topk_weights, lora, plan, finish)
 
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> PairOrder:
         """What the layer launches before its products: to be timed alone."""
-        plan = choose_plan(self.shape(topk_ids), lora.num_adapters if lora else 0)
+        plan = self.choose(topk_ids, lora)
         return _order(topk_ids, None, lora, self.experts.down.shape[0], plan)
+
+    def choose(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> MoePlan:
+        """The plan of a step with topk_ids [T, K]."""
+        shape = self.shape(topk_ids)
+        if lora is None:
+            return choose_plan(shape, 0, rows=self.rows)
+        rank = max(lora.most_rank(is_down=True), lora.most_rank(is_down=False) // 2)
+        return choose_plan(shape, lora.num_adapters, rank, self.rows)
 
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
         """What the plan depends on, for topk_ids [T, K]."""

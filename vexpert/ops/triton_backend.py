@@ -21,6 +21,7 @@ from vexpert.ops.packed_linear import (
     packed_linear,
     shape_of,
 )
+from vexpert.ops.plan_rows import PlanRows, packaged
 from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.types import ExpertsTensors, LoraSite, OutputSlice, PackedLora, SiteTable
 
@@ -77,6 +78,9 @@ class TritonBackend:
     name = "triton"
     can_fuse = True
     can_pack = True
+
+    def __init__(self, rows: PlanRows | None = None) -> None:
+        self.rows = packaged() if rows is None else rows  # of plans
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
@@ -171,23 +175,25 @@ class TritonBackend:
         bias: torch.Tensor | None,
         lora: PackedLora | None,
     ) -> torch.Tensor:
+        adapters = 0 if lora is None else lora.num_adapters
+        plan = choose_dense_plan(shape_of(x, weight.shape[0]), adapters, self.rows)
         if lora is None:
-            return packed_linear(x, weight, bias, None, None)
+            return packed_linear(x, weight, bias, None, None, plan)
         assert isinstance(lora.routing, TritonRouting)
         for site, table in zip(lora.sites, lora.tables, strict=True):
             assert is_dense(site, table), site
-        return packed_linear(x, weight, bias, lora, lora.routing.order)
+        return packed_linear(x, weight, bias, lora, lora.routing.order, plan)
 
     def _add_dense(self, x: torch.Tensor, y: torch.Tensor, lora: PackedLora) -> None:
         assert isinstance(lora.routing, TritonRouting)
         rows = x if x.stride(1) == 1 else x.contiguous()
-        plan = choose_dense_plan(shape_of(x, y.shape[1]), lora.num_adapters)
+        plan = choose_dense_plan(shape_of(x, y.shape[1]), lora.num_adapters, self.rows)
         add_dense(rows, y, find_factors(lora), lora.routing.order, plan)
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExpertsKernel | None:
         """None above MAX_EXPERTS experts."""
         fits = experts.down.shape[0] <= MAX_EXPERTS
-        return FusedExpertsKernel(experts) if fits else None
+        return FusedExpertsKernel(experts, self.rows) if fits else None
 
     def prepare_weight(self, weight: torch.Tensor, is_transposed: bool) -> None:
         """Nothing to do: the kernel reads both layouts."""
