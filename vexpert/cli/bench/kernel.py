@@ -32,6 +32,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--bandwidth", type=float, default=4.3, metavar="TB/s", help="of the byte floors"
     )
+    group.add_argument(
+        "--compile-only", action="store_true", help="compile what the cases launch, measure nothing"
+    )
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="the last line's object, kept row by row")
     output.add_argument("--csv", metavar="FILE", help="one line per row")
@@ -105,6 +108,9 @@ def run(args: argparse.Namespace) -> int:
     }
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     with torch.inference_mode():
+        if args.compile_only:
+            print(f"kernels compiled in {bench.compile_ahead(cases)} s")
+            return 0
         return report(bench, cases, facts, args.json, args.csv)
 
 
