@@ -109,7 +109,8 @@ class AttentionLayer:
 
     def attend(self, query: torch.Tensor, softmax: Softmax) -> torch.Tensor:
         """Attention of query [T, Hq, d] over what the cache holds: [T, Hq, d of value]."""
-        return ops.paged_attention(
+        run = ops.invariant_attention if self.batch_invariant else ops.paged_attention
+        return run(
             query,
             self.keys,
             self.values,
@@ -119,7 +120,6 @@ class AttentionLayer:
             chunk=self.kind.chunk,
             softcap=softmax.softcap,
             sinks=softmax.sinks,
-            batch_invariant=self.batch_invariant,
         )
 
     def latent_context(self) -> tuple[torch.Tensor, torch.Tensor]:

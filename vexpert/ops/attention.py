@@ -46,7 +46,6 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    batch_invariant: bool = False,
 ) -> torch.Tensor:
     """Causal attention of query [T, Hq, d] over keys [rows, Hkv, d], values [rows, Hkv, dv].
 
@@ -54,8 +53,6 @@ def paged_attention(
     softcap: scores s become softcap * tanh(s / softcap). sinks [Hq]: a score more in each head's
     softmax, without a value. Returns [T, Hq, dv] in `out`, or new; rows from query_starts[-1] on
     are left as they are, but for a decode step's (max_query_len 1), which become zero.
-    batch_invariant: one kernel for every query, keys in steps from the first one on, so that a row
-    depends neither on the other sequences nor on the chunk that it comes in.
     No value is asked of the device: a captured graph may be replayed with other lengths and
     tables, up to max_query_len and max_kv_len.
     """
@@ -69,11 +66,6 @@ def paged_attention(
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[2])
     plan = choose_attention(width, query.dtype, query.device)
-    if batch_invariant:
-        if batch.max_query_len == 1:
-            out.zero_()  # padding of a graph: it is computed with, so it must be a number
-        paged_prefill(query, keys, values, batch, how, out, plan.prefill)
-        return out
     decode = plan.decode_of(batch.num_sequences * keys.shape[1])
     if batch.max_query_len == 1:
         paged_decode(query, keys, values, batch, how, out, decode)
@@ -82,6 +74,35 @@ def paged_attention(
     if both:
         paged_decode(query, keys, values, batch, how, out, decode)
     paged_prefill(query, keys, values, batch, how, out, plan.prefill, least_len=2 if both else 1)
+    return out
+
+
+def invariant_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scaling: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same by one kernel for every query, its keys in steps from the first one on.
+
+    So a row of the result depends neither on the other sequences nor on the chunk it comes in.
+    """
+    from vexpert.kernels.paged_prefill import paged_prefill  # needs Triton
+    from vexpert.ops.attention_plan import choose_attention
+
+    width = max(query.shape[2], values.shape[2])
+    _check(query, keys, values, width)
+    # Zeros: a graph's padding is computed with, so it must be a number.
+    out = query.new_zeros(*query.shape[:2], values.shape[2])
+    plan = choose_attention(width, query.dtype, query.device)
+    how = Scores(scaling, window, chunk, softcap, sinks)
+    paged_prefill(query, keys, values, batch, how, out, plan.prefill)
     return out
 
 
