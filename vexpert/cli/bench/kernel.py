@@ -25,6 +25,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="TEXT", help="default: cuda if there is one, else cpu")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 on a GPU")
     group.add_argument("--lora-backend", default="auto", metavar="TEXT", help="as for a server")
+    group.add_argument("--kernel-plans", metavar="FILE", help="as for a server")
+    group.add_argument("--batch-invariant", action="store_true", help="as for a server")
     group.add_argument("--repeats", type=int, default=20, metavar="N", help="the median counts")
     group.add_argument(
         "--classic", action="store_true", help="the path of one adapter after another as well"
@@ -95,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.json, args.csv)):
         if not Path(path).parent.is_dir():
             raise ConfigError(f"{path!r}: its folder does not exist; make it first")
-    device = _device(args.device)
+    device = find_device(args.device)
     cases = choose_cases(args, device.type == "cuda")
     bench = _bench(args, device)
     facts = describe(device) | {
@@ -114,7 +116,8 @@ def run(args: argparse.Namespace) -> int:
         return report(bench, cases, facts, args.json, args.csv)
 
 
-def _device(name: str | None) -> "torch.device":
+def find_device(name: str | None) -> "torch.device":
+    """The device of that name; None: a GPU if there is one. Raises ConfigError."""
     import torch
 
     try:
@@ -141,7 +144,7 @@ def _bench(args: argparse.Namespace, device: "torch.device") -> "Bench":
     return Bench(
         device,
         dtype,
-        select_backend(args.lora_backend, device, dtype),
+        select_backend(args.lora_backend, device, dtype, args.kernel_plans, args.batch_invariant),
         make_timer(device, args.repeats),
         (*DEFAULT, CLASSIC) if args.classic else DEFAULT,
         args.bandwidth * 1e12,
