@@ -79,6 +79,7 @@ class MoeShape:
             "intermediate_size": self.intermediate_size,
             "num_experts": self.num_experts,
             "top_k": self.top_k,
+            "block_loads": int(self.can_use_tma),
         }
 
 

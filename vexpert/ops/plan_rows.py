@@ -22,7 +22,7 @@ Plan = TypeVar("Plan")
 Row = dict[str, Any]
 Families = Mapping[str, Mapping[str, Sequence[Row]]]  # family -> kind -> rows
 
-SHAPE_FACTS = ("hidden_size", "intermediate_size", "num_experts", "top_k")
+SHAPE_FACTS = ("hidden_size", "intermediate_size", "num_experts", "top_k", "block_loads")
 FACTS = {
     "moe": ("tokens", "rows_per_expert", "rows_per_run", "adapters", "rank", *SHAPE_FACTS),
     "dense": ("rows", "columns", "depth", "rows_per_run", "adapters"),
