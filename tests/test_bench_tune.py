@@ -9,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from vexpert.bench.cases import Case
 from vexpert.bench.draw import Draw
 from vexpert.bench.layer import BenchLayer
 from vexpert.bench.reference import largest_error, reference
@@ -21,7 +22,7 @@ from vexpert.bench.tune.run import Cell, Grid, Tuner, deadline, families
 from vexpert.bench.tune.search import descend
 from vexpert.bench.tune.space import Space, Tiles
 from vexpert.cli.main import main
-from vexpert.errors import ConfigError
+from vexpert.errors import ConfigError, UnsupportedError
 from vexpert.ops.backend import select_backend
 from vexpert.ops.dense_plan import DenseShape, choose_dense_plan
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan, fit_plan
@@ -133,6 +134,19 @@ def test_a_file_of_winners_is_what_the_engine_runs(tmp_path: Path) -> None:
         )
     dense = DenseShape(128, 2048, 5120, torch.bfloat16)
     assert choose_dense_plan(dense, 8, rows) == choose_dense_plan(dense, 8)
+
+
+def test_a_backend_and_its_layers_hold_the_rows(tmp_path: Path) -> None:
+    path = str(tmp_path / "plans.json")
+    plan = choose_plan(SHAPE, 8)
+    write_rows(path, families([cell(plan)], torch.bfloat16), {})
+    backend = select_backend("triton", CPU, torch.float32, path)
+    assert isinstance(backend, TritonBackend)
+    assert backend.rows.source == f"{path}, then packaged plans"
+    layer = BenchLayer(Case("tiny", (4,), 2, 8, 2), CPU, torch.float32, backend)
+    assert kernel_of(layer).rows is backend.rows
+    with pytest.raises(UnsupportedError, match="plans are for the Triton kernels"):
+        select_backend("torch", CPU, torch.float32, path)
 
 
 def test_packaged_rows_make_their_plans_again() -> None:
