@@ -34,13 +34,15 @@ class TritonRouting(Routing):
     experts: torch.Tensor | None
     num_experts: int
     num_slots: int
+    block_m: int | None = None  # rows of a block; None: by how many rows a key has
 
     @cached_property
     def blocks(self) -> Blocks:
         """Blocks of one virtual expert's rows."""
         experts = torch.zeros_like(self.slots) if self.experts is None else self.experts
         keys = virtual_keys(self.slots, experts, self.num_experts, self.num_slots)
-        return make_blocks(keys, self.num_experts, self.num_slots * self.num_experts)
+        num_keys = self.num_slots * self.num_experts
+        return make_blocks(keys, self.num_experts, num_keys, self.block_m)
 
     @cached_property
     def order(self) -> RowOrder:
@@ -81,11 +83,13 @@ class TritonBackend:
 
     def __init__(self, rows: PlanRows | None = None) -> None:
         self.rows = packaged() if rows is None else rows  # of plans
+        # Of what runs step by step: one for all steps, where plans are.
+        self.block_m, self.splits = (16, 1) if self.rows.is_batch_invariant else (None, None)
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
     ) -> TritonRouting:
-        return TritonRouting(slots.shape[0], slots, experts, num_experts, num_slots)
+        return TritonRouting(slots.shape[0], slots, experts, num_experts, num_slots, self.block_m)
 
     def shrink(
         self,
@@ -105,6 +109,7 @@ class TritonBackend:
             table.a_stride,
             routing.blocks,
             site.max_rank,
+            self.splits,
         )
 
     def expand(
