@@ -249,7 +249,7 @@ def test_candidates_with_a_fault_are_not_run() -> None:
     measured: list[MoePlan] = []
 
     class Step(MoeStep):
-        def _chunk(self, first, plans, expected):  # type: ignore[no-untyped-def]
+        def _chunk(self, first, plans):  # type: ignore[no-untyped-def]
             measured.extend(plan for plan in plans if plan is not None)
             return [None if plan is None else 1.0 for plan in plans]
 

@@ -84,7 +84,8 @@ class TritonBackend:
     def __init__(self, rows: PlanRows | None = None) -> None:
         self.rows = packaged() if rows is None else rows  # of plans
         # Of what runs step by step: one for all steps, where plans are.
-        self.block_m, self.splits = (16, 1) if self.rows.is_batch_invariant else (None, None)
+        self.block_m = 16 if self.rows.is_batch_invariant else None
+        self.splits = 1 if self.rows.is_batch_invariant else None
 
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int

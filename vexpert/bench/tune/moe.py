@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import partial
+from functools import cached_property, partial
 
 import torch
 
@@ -54,7 +54,6 @@ class MoeStep:
 
     def measure(self, plans: Sequence[MoePlan]) -> list[float | None]:
         """Times in multiples of the first plan's; None: it cannot be used, or is wrong."""
-        expected = reference(self.layer, self.step, self.with_lora)
         # The first is in use: it stays, whatever is said of it.
         faults = [None, *self.faults(plans[1:])]
         ratios: list[float | None] = []
@@ -65,29 +64,31 @@ class MoeStep:
                     plans[start : start + AT_ONCE], faults[start : start + AT_ONCE], strict=True
                 )
             ]
-            ratios += self._chunk(plans[0], chunk, expected)
+            ratios += self._chunk(plans[0], chunk)
         return ratios
 
-    def _chunk(
-        self, first: MoePlan, plans: Sequence[MoePlan | None], expected: torch.Tensor
-    ) -> list[float | None]:
+    @cached_property
+    def _expected(self) -> torch.Tensor:
+        return reference(self.layer, self.step, self.with_lora)
+
+    def _chunk(self, first: MoePlan, plans: Sequence[MoePlan | None]) -> list[float | None]:
         prepared = {"first": self.timer.prepare(self._call(first))}
         for i, plan in enumerate(plans):
-            ready = None if plan is None else self._prepare(plan, expected)
+            ready = None if plan is None else self._prepare(plan)
             if ready is not None:
                 prepared[str(i)] = ready
         times = self.timer.time_in_turns(prepared)
         unit = times["first"].median
         return [times[str(i)].median / unit if str(i) in times else None for i in range(len(plans))]
 
-    def _prepare(self, plan: MoePlan, expected: torch.Tensor) -> Prepared | None:
+    def _prepare(self, plan: MoePlan) -> Prepared | None:
         """Ready to be timed, or None if it cannot run or is wrong."""
         try:
             prepared = self.timer.prepare(self._call(plan))
         except triton_errors() as error:
             self.report(f"cannot run: {' '.join(str(error).split())[:160]}: {plan}")
             return None
-        error_found = largest_error(prepared.run(), expected)
+        error_found = largest_error(prepared.run(), self._expected)
         if error_found > BOUNDS[self.layer.dtype]:
             self.report(f"wrong (error {error_found:.1e}): {plan}")
             return None
