@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 
 from vexpert.kernels.moe_gate_up import TileShape
 from vexpert.kernels.moe_shrink import ShrinkShape
-from vexpert.ops.moe_plan import MoePlan
+from vexpert.ops.moe_plan import LoraPlan, MoePlan
 
 SHARED_MEMORY = 227 << 10  # bytes of a program on an H200
 Variants = Callable[[MoePlan], Iterator[MoePlan]]
@@ -78,17 +78,17 @@ class Space:
         """Coordinates of what LoRA adds; `must_run`: so many pairs are expanded by run only."""
 
         def expand(plan: MoePlan) -> Iterator[MoePlan]:
-            by_row, by_run = not must_run, not plan.base.is_identity
-            if by_row:
+            own = plan.lora.shrink, plan.lora.down_shrink
+            if not must_run:
                 for group, early in itertools.product(self.groups, (False, True)):
-                    how = {"by_run": False, "group": group, "item_stages": 1, "prefetch": early}
-                    yield _with_lora(plan, early=False, **how)
-            if by_run:
-                for group, stages, early in itertools.product(
-                    self.groups[:3], self.item_stages, (False, True)
-                ):
-                    how = {"group": group, "item_stages": stages, "prefetch": early}
-                    yield _with_lora(_one_piece(plan), by_run=True, early=False, **how)
+                    yield replace(plan, lora=LoraPlan(*own, False, group, prefetch=early))
+            if plan.base.is_identity:
+                return  # one pair is no run
+            pieces = own[0], replace(own[1], block_m=own[0].block_m)  # runs are cut once
+            for group, stages, early in itertools.product(
+                self.groups[:3], self.item_stages, (False, True)
+            ):
+                yield replace(plan, lora=LoraPlan(*pieces, True, group, stages, early))
 
         def shrink(plan: MoePlan) -> Iterator[MoePlan]:
             for piece in self.pieces if plan.lora.by_run else (plan.lora.shrink.block_m,):
@@ -115,9 +115,3 @@ def _with_base(plan: MoePlan, **changes: object) -> MoePlan:
 
 def _with_lora(plan: MoePlan, **changes: object) -> MoePlan:
     return replace(plan, lora=replace(plan.lora, **changes))  # type: ignore[arg-type]
-
-
-def _one_piece(plan: MoePlan) -> MoePlan:
-    """Both shrinks with pieces of one size, as runs are cut once."""
-    down = replace(plan.lora.down_shrink, block_m=plan.lora.shrink.block_m)
-    return _with_lora(plan, down_shrink=down)
