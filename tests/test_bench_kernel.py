@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 
+from vexpert.bench.bound import bound_us
 from vexpert.bench.cases import GRIDS, Case, Grid, goal_cases, with_draws
 from vexpert.bench.claims import check_claims, claim_cases, make_claims
 from vexpert.bench.contenders import BASE, CLASSIC, DEFAULT, LORA, Contender
@@ -21,8 +22,9 @@ from vexpert.bench.measure import Bench, Row
 from vexpert.bench.peers import find_peer, load_peers
 from vexpert.bench.reference import largest_error, reference
 from vexpert.bench.shapes import SHAPES
-from vexpert.bench.table import columns, heading, line, verdict
+from vexpert.bench.table import columns, heading, line
 from vexpert.bench.timer import ClockTimer, Timing, make_timer
+from vexpert.bench.verdict import verdict, verdict_lines
 from vexpert.cli.bench.kernel import report
 from vexpert.cli.main import main
 from vexpert.errors import ConfigError
@@ -54,11 +56,9 @@ def test_the_default_grid_is_that_of_the_peers() -> None:
     cases = GRIDS["full"].cases()
     assert len(set(cases)) == len(cases)
     ours = {(c.ranks[0], c.adapters, c.tokens, c.base_share) for c in cases}
-    # The peers' grid also has one token with 8 to 64 adapters allocated.
-    theirs = {
-        (p.rank, p.adapters, p.tokens, p.base_share) for p in load_peers() if p.adapters <= p.tokens
-    }
+    theirs = {(p.rank, p.adapters, p.tokens, p.base_share) for p in load_peers()}
     assert ours == theirs
+    assert len(ours) == 88
     assert all(find_peer(case) is not None for case in cases)
 
 
@@ -99,8 +99,8 @@ def test_no_peer_beside_another_case(change: dict[str, object]) -> None:
 def test_a_grid_is_every_combination_that_can_be() -> None:
     grid = Grid(("tiny",), ((4,), (8, 16)), (1, 4), (1, 4), (0.0, 0.5), ("zipf", "uniform"), 4)
     cases = grid.cases()
-    # one token: one adapter, no base share; four tokens: both numbers, both shares
-    assert len(cases) == 2 * 2 * (1 + 2 * 2)
+    # of 1 and 4 adapters, one token: no base share; four tokens: both shares
+    assert len(cases) == 2 * 2 * 2 * (1 + 2)
     assert {case.slots for case in cases} == {4}
     drawn = with_draws(cases, seed=5, draws=3)
     assert len(set(drawn)) == 3 * len(cases)
@@ -425,13 +425,15 @@ def test_a_line_fits_its_heading() -> None:
         name: Timing(us, us, us - 2, us + 2, 20)
         for name, us in (("base", 120.04), ("lora", 130.5), ("routing", 3.0), ("classic", 99999.0))
     }
-    floor = Floor(base_bytes=860_000_000, lora_bytes=17_200_000, base_flops=1)
+    floor = Floor(
+        base_bytes=860_000_000, lora_bytes=17_200_000, lora_row_bytes=430_000, base_flops=1
+    )
     row = Row(case, times, {"base": 0.004, "lora": 0.0051}, floor, find_peer(case))
     text = line(row, shown)
     assert len(text) == len(heading(shown))
     assert text.split() == [
         "qwen3-30b-a3b", "16", "8", "8", "8", "0%", "uniform#0", "120.0", "118.0-122.0", "200.0",
-        "130.5", "128.5-132.5", "3.0", "10.5", "4.0", "2.6", "99879", "10.0", "52.7", "46.1",
+        "130.5", "128.5-132.5", "3.0", "10.5", "4.0", "2.6", "9.6", "99879", "10.0", "52.7", "46.1",
         "139.2", "5e-03",
     ]  # fmt: skip
     assert line(Row(case, failure="why"), shown).endswith("FAILED: why")
@@ -449,8 +451,40 @@ def test_verdict_counts() -> None:
 
     rows = [timed(case, 9), timed(case, 30), timed(case, 50), timed(other, 42.0), timed(other, 43)]
     assert verdict([*rows, Row(case, failure="no")]) == {
-        "rows": 6, "failed": 1, "goals": 3, "goals_met": 1, "peers": 5, "below_peers": 3,
+        "rows": 6, "failed": 1, "goals": 3, "goals_held": 1, "peers": 5, "peers_held": 3,
+        "bases": 5, "bases_held": 5, "bounds": 0, "bounds_held": 0,
     }  # fmt: skip
+    lines = verdict_lines(rows)
+    assert lines[0] == "5 rows, 0 failed"
+    assert (
+        lines[1]
+        == "added at most the goal: 1 of 3 rows; above: 16/8/8 30.0 > 10.0, 16/8/8 50.0 > 10.0"
+    )
+    assert lines[2].endswith("3 of 5 rows; above: 16/8/8 50.0 > 46.1, 16/8/8 base 50% 43.0 > 42.4")
+    assert lines[3] == "base at most vLLM's: 5 of 5 rows"
+    assert len(lines) == 4  # no row of another shape
+
+
+def test_the_bound_is_a_rule_for_the_goals() -> None:
+    for peer in load_peers():
+        if peer.goal_added_us is not None:
+            rows = peer.tokens * 8 * (2048 + 768) * 2  # of 8 experts a token, bfloat16
+            bound = bound_us(Floor(0, round(peer.lora_floor_us * 4.3e6), rows, 0), 4.3e12)
+            assert 0.91 < bound / peer.goal_added_us < 1.09, peer
+
+
+def test_other_shapes_are_held_to_the_bound() -> None:
+    case = Case("mixtral-8x7b", (16,), 1, 1, 1)
+    floor = Floor(0, 4_300_000, 43_000, 0)  # 1 us and 0.01 us: a bound of 5.76 us, 6.624 with slack
+
+    def timed(added: float) -> Row:
+        times = {name: Timing.of([value] * 2) for name, value in (("base", 9), ("lora", 9 + added))}
+        return Row(case, times, floor=floor)
+
+    rows = [timed(6.6), timed(6.7)]
+    assert rows[0].figures()["bound_us"] == pytest.approx(5.76)
+    assert verdict(rows)["bounds_held"] == 1
+    assert verdict_lines(rows)[-1].endswith("1 of 2 rows; above: mixtral-8x7b 16/1/1 6.7 > 6.6")
 
 
 def test_claims_compare_what_was_measured() -> None:
@@ -510,7 +544,7 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         (["--shapes", "gpt"], "use one of qwen3-30b-a3b"),
         (["--preset", "huge"], "use one of full, shapes, small, goals, claims"),
         (["--preset", "goals"], "leave out shapes"),
-        (["--adapters", "8", "--tokens", "4"], "more adapters than tokens"),
+        (["--base-shares", "0.5", "--tokens", "1"], "add base share 0"),
         (["--slots", "0"], "slots=0"),
         (["--repeats", "1"], "repeats=1"),
         (["--draws", "0"], "draws=0"),

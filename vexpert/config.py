@@ -109,6 +109,14 @@ class EngineConfig:
         "scheduler",
         ("all", "decode", "none"),
     )
+    kernel_plans: str | None = option(
+        None, "file of vexpert bench tune: its kernel plans before the packaged ones", "scheduler"
+    )
+    batch_invariant: bool = option(
+        False,
+        "answers equal bit for bit whatever else is in the batch; GPU only, slower",
+        "scheduler",
+    )
     enable_lora: bool = option(True, "serve adapters", "lora")
     max_loras: int | None = option(
         None, "most adapters on the device; default: as many as lora_memory holds", "lora"
@@ -155,6 +163,11 @@ class EngineConfig:
         if not 0.05 <= self.lora_dir_interval <= 86_400:
             raise ConfigError(
                 f"lora_dir_interval={self.lora_dir_interval}: seconds, from 0.05 to 86400"
+            )
+        if self.batch_invariant and not self.lora_use_virtual_experts:
+            raise ConfigError(
+                "batch_invariant=True needs lora_use_virtual_experts: the path of one adapter after"
+                " another has products of its own"
             )
         if not 0.0 < self.gpu_memory_utilization <= 1.0:
             raise ConfigError(

@@ -55,7 +55,7 @@ class Case:
 
 @dataclass(frozen=True)
 class Grid:
-    """Every combination with adapters <= the tokens that have one."""
+    """Every combination; a single token has an adapter. Fewer tokens than adapters draw of all."""
 
     shapes: tuple[str, ...] = ("qwen3-30b-a3b",)
     ranks: tuple[tuple[int, ...], ...] = ((16,), (64,))
@@ -77,7 +77,7 @@ class Grid:
         return [
             Case(shape, ranks, self._slots(adapters), tokens, adapters, share, popularity)
             for shape, ranks, adapters, tokens, share, popularity in rows
-            if adapters <= tokens and (share == 0 or tokens > 1)
+            if share == 0 or tokens > 1
         ]
 
     def _slots(self, adapters: int) -> int:

@@ -75,3 +75,9 @@ def check_claims(claims: Sequence[Claim], rows: Sequence[Row]) -> list[dict[str,
         for c, r in ratios
         if r is not None
     ]
+
+
+def claim_line(claim: dict[str, object]) -> str:
+    """One outcome of `check_claims`."""
+    word = "holds" if claim["holds"] else "MISSED"
+    return f"{claim['claim']}: {claim['ratio']} times, at most {claim['bound']}: {word}"

@@ -21,6 +21,22 @@ class Draw:
     slots: torch.Tensor  # [T] int64, -1: base
     active_slots: tuple[int, ...]  # distinct slots >= 0, ascending
 
+    def rows(self, index: torch.Tensor) -> "Draw":
+        """The step of tokens `index` [N] alone."""
+        slots = self.slots[index]
+        return Draw(
+            self.hidden[index],
+            self.topk_ids[index],
+            self.topk_weights[index],
+            slots,
+            distinct_slots(slots),
+        )
+
+
+def distinct_slots(slots: torch.Tensor) -> tuple[int, ...]:
+    """Those of slots [T] that are adapters'."""
+    return tuple(sorted({slot for slot in slots.tolist() if slot >= 0}))
+
 
 def _generator(*key: object) -> torch.Generator:
     """Its stream depends on `key` alone: equal parts of two cases draw alike."""
@@ -82,5 +98,5 @@ def draw(case: Case, device: torch.device, dtype: torch.dtype) -> Draw:
         topk_ids=draw_experts(case)[kept].to(device),
         topk_weights=(weights / weights.sum(1, keepdim=True))[kept].to(device, dtype),
         slots=slots[kept].to(device),
-        active_slots=tuple(sorted({slot for slot in slots.tolist() if slot >= 0})),
+        active_slots=distinct_slots(slots),
     )

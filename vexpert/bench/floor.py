@@ -21,6 +21,7 @@ class Floor:
 
     base_bytes: int
     lora_bytes: int
+    lora_row_bytes: int  # inputs of both shrinks, of pairs that have an adapter; not in the floor
     base_flops: int
 
     def base_us(self, bandwidth: float) -> float:
@@ -50,12 +51,18 @@ def adapter_bytes(layer: BenchLayer, slot: int) -> int:
     return elements * layer.dtype.itemsize
 
 
+def row_bytes(layer: BenchLayer) -> int:
+    """Of what one pair gives to both shrinks."""
+    return sum(site.in_features for site, _ in layer.sites) * layer.dtype.itemsize
+
+
 def count_floor(layer: BenchLayer, draw: Draw) -> Floor:
     """Of one step; every expert id is on this rank."""
     shape = layer.shape
     slots = draw.slots.cpu()[:, None].expand(-1, shape.top_k)
     ids = draw.topk_ids.cpu()
-    virtual = torch.unique((slots * shape.experts + ids)[slots >= 0])
+    adapted = slots >= 0
+    virtual = torch.unique((slots * shape.experts + ids)[adapted])
     visits = torch.bincount(virtual // shape.experts)  # distinct experts of each slot
     lora = sum(n * adapter_bytes(layer, slot) for slot, n in enumerate(visits.tolist()) if n)
     weights = layer.run.weights
@@ -63,5 +70,6 @@ def count_floor(layer: BenchLayer, draw: Draw) -> Floor:
     return Floor(
         base_bytes=torch.unique(ids).numel() * expert_bytes(layer),
         lora_bytes=lora,
+        lora_row_bytes=int(adapted.sum()) * row_bytes(layer),
         base_flops=2 * ids.numel() * products,
     )

@@ -1,11 +1,14 @@
 """Measures cases: build, check, time, and put the figures beside floor, goal and peers."""
 
+import importlib.util
+import time
 from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
 import torch
 
+from vexpert.bench.bound import bound_us
 from vexpert.bench.cases import Case
 from vexpert.bench.contenders import BASE, CLASSIC, DEFAULT, LORA, Contender
 from vexpert.bench.draw import Draw, draw
@@ -56,6 +59,7 @@ class Row:
             shown["base_arithmetic_floor_us"] = self.floor.arithmetic_us(self.flops)
             shown["lora_floor_us"] = self.floor.lora_us(self.bandwidth)
             shown["added_to_floor"] = self.added_to_floor()
+            shown["bound_us"] = self.bound()
         return shown | (self.peer.figures() if self.peer else {})
 
     def added_to_floor(self) -> float | None:
@@ -64,6 +68,23 @@ class Row:
         if added is None or self.floor is None:
             return None
         return added / self.floor.lora_us(self.bandwidth)
+
+    def bound(self) -> float | None:
+        """What LoRA may add by the rule of bytes, in microseconds."""
+        return None if self.floor is None else bound_us(self.floor, self.bandwidth)
+
+
+# Of one case; the others still run.
+FAILURES: tuple[type[Exception], ...] = (VexpertError, torch.OutOfMemoryError)
+
+
+def triton_errors() -> tuple[type[Exception], ...]:
+    """What a kernel raises that does not compile, or does not fit on the device."""
+    if importlib.util.find_spec("triton") is None:
+        return ()
+    from triton.errors import TritonError
+
+    return (TritonError,)
 
 
 @dataclass(frozen=True)
@@ -80,17 +101,35 @@ class Bench:
 
     def rows(self, cases: Sequence[Case]) -> Iterator[Row]:
         """One row per case, as soon as it is measured. A case that cannot run gives a failure."""
-        layer: BenchLayer | None = None
-        key: Case | None = None
+        layers, failures = _Layers(self), FAILURES + triton_errors()
         for case in cases:
             try:
-                if layer is None or layer_key(case) != key:
-                    layer = None  # its memory is needed for the next
-                    layer = BenchLayer(case, self.device, self.dtype, self.backend)
-                    key = layer_key(case)
-                yield self.measure(case, layer)
-            except (VexpertError, torch.OutOfMemoryError) as error:
+                yield self.measure(case, layers.of(case))
+            except failures as error:
                 yield Row(case, failure=" ".join(str(error).split()))
+
+    def compile_ahead(self, cases: Sequence[Case]) -> int:
+        """Compile what `rows` of the same cases will launch, in as many threads as cores.
+
+        Returns the seconds that it took, 0 where nothing is compiled. The classic path is left
+        out: it reads from the device what no launch has written then.
+        """
+        if self.backend.name != "triton" or self.device.type != "cuda":
+            return 0
+        from vexpert.kernels.compile_ahead import compile_only
+
+        start = time.perf_counter()
+        layers = _Layers(self)
+        contenders = [contender for contender in self.contenders if contender != CLASSIC]
+        with compile_only():
+            for case in cases:
+                try:
+                    layer, step = layers.of(case), draw(case, self.device, self.dtype)
+                except FAILURES:
+                    continue  # `rows` says so
+                for contender in contenders:
+                    contender.make(layer, step)()
+        return round(time.perf_counter() - start)
 
     def measure(self, case: Case, layer: BenchLayer) -> Row:
         """Check every contender, then time them; a wrong one leaves the row without times."""
@@ -126,3 +165,21 @@ class Bench:
                 expected[kind] = reference(layer, step, kind)
             errors[contender.name] = largest_error(prepared[contender.name].run(), expected[kind])
         return errors
+
+
+class _Layers:
+    """The layer of the last case: cases that can share one come one after another."""
+
+    def __init__(self, bench: Bench) -> None:
+        self.bench = bench
+        self.key: Case | None = None
+        self.layer: BenchLayer | None = None
+
+    def of(self, case: Case) -> BenchLayer:
+        """Built anew where the last one will not do."""
+        if self.layer is None or layer_key(case) != self.key:
+            self.layer = None  # its memory is needed for the next
+            bench = self.bench
+            self.layer = BenchLayer(case, bench.device, bench.dtype, bench.backend)
+            self.key = layer_key(case)
+        return self.layer

@@ -26,6 +26,7 @@ class Peer:
     vllm_added_us: float
     sglang_added_us: float
     sglang_classic_added_us: float
+    lora_floor_us: float
     goal_added_us: float | None
 
     def figures(self) -> dict[str, Any]:
@@ -58,6 +59,7 @@ def _peer(row: dict[str, str]) -> Peer:
         float(row["vllm_added_us"]),
         float(row["sglang_virtual_added_us"]),
         float(row["sglang_classic_added_us"]),
+        float(row["lora_floor_us"]),
         float(goal) if goal else None,
     )
 

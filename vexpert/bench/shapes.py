@@ -75,7 +75,13 @@ SHAPES = {shape.name: shape for shape in ALL_SHAPES}
 
 
 def find_shape(name: str) -> LayerShape:
-    """Raises ConfigError for an unknown name."""
-    if name not in SHAPES:
-        raise ConfigError(f"shape={name!r}: unknown; use one of {', '.join(SHAPES)}")
-    return SHAPES[name]
+    """By name, or HxIxExK for a layer of plain gated experts. Raises ConfigError for others."""
+    if name in SHAPES:
+        return SHAPES[name]
+    sizes = [int(part) for part in name.split("x") if part.isdecimal()]
+    if len(sizes) != 4 or len(name.split("x")) != 4 or not 0 < sizes[3] <= sizes[2]:
+        raise ConfigError(
+            f"shape={name!r}: unknown; use one of {', '.join(SHAPES)}, or HxIxExK: hidden,"
+            " intermediate, experts, experts of a token"
+        )
+    return LayerShape(name, QWEN3, *sizes)

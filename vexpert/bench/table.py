@@ -1,4 +1,4 @@
-"""Rows as lines of a table, printed as they come, and the sentence that sums them up."""
+"""Rows as lines of a table, printed as they come."""
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -74,6 +74,7 @@ TIMES = (
     Column("added", 7, lambda row: _number(row.added())),
     Column("floor", 7, lambda row: _floor(row, False)),
     Column("x floor", 7, lambda row: _number(row.added_to_floor())),
+    Column("bound", 6, lambda row: _number(row.bound())),
 )
 PEERS = (
     Column("goal", 5, _peer("goal_added_us")),
@@ -99,36 +100,3 @@ def line(row: Row, shown: Sequence[Column]) -> str:
     """One line; a row that failed ends with the reason."""
     cells = "  ".join(f"{column.cell(row):>{column.width}}" for column in shown)
     return f"{cells}  FAILED: {row.failure}" if row.failure else cells
-
-
-def verdict(rows: Sequence[Row]) -> dict[str, int]:
-    """How many rows failed, met their goal, and added less than both peers."""
-    counts = {"rows": len(rows), "failed": sum(row.failure is not None for row in rows)}
-    goals = peers = met = below = 0
-    for row in rows:
-        added, peer = row.added(), row.peer
-        if added is None or peer is None:
-            continue
-        peers += 1
-        below += added < min(peer.vllm_added_us, peer.sglang_added_us)
-        if peer.goal_added_us is not None:
-            goals += 1
-            met += added <= peer.goal_added_us
-    return counts | {"goals": goals, "goals_met": met, "peers": peers, "below_peers": below}
-
-
-def verdict_line(counts: dict[str, int]) -> str:
-    parts = [f"{counts['rows']} rows, {counts['failed']} failed"]
-    if counts["goals"]:
-        parts.append(f"goal met in {counts['goals_met']} of {counts['goals']}")
-    if counts["peers"]:
-        parts.append(
-            f"added less than vLLM and SGLang in {counts['below_peers']} of {counts['peers']}"
-        )
-    return "; ".join(parts)
-
-
-def claim_line(claim: dict[str, object]) -> str:
-    """One outcome of `check_claims`."""
-    word = "holds" if claim["holds"] else "MISSED"
-    return f"{claim['claim']}: {claim['ratio']} times, at most {claim['bound']}: {word}"

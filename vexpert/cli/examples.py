@@ -33,6 +33,10 @@ EXAMPLES: dict[str, Sequence[Example]] = {
         ("", "the whole grid on a GPU, a small one on a CPU"),
         ("--ranks 16 --adapters 32 --tokens 128", "one row"),
     ),
+    "bench tune": (
+        ("--shape mixtral-8x7b --minutes 5", "kernel_plans.json, for --kernel-plans"),
+        ("--shape 2048x1408x64x6 --tokens 1 32 --adapters 8", "a shape without a name"),
+    ),
     "bench throughput": (
         ("", "the bundled demo"),
         ("path/to/model --lora-modules a=path/to/a b=path/to/b", "two adapters against base"),

@@ -52,13 +52,15 @@ def make_adapters(config: EngineConfig, model: ServedModel) -> AdapterSource:
     if not config.enable_lora:
         return NoAdapters()
     from vexpert.lora.build_extras import SUPPORTED
+    from vexpert.lora.extras import NOTHING
     from vexpert.lora.manager import AdapterManager
     from vexpert.lora.reader import read_adapter
 
     info, weight = model.info, model.parameter
     reader = functools.partial(
         read_adapter,
-        supported=SUPPORTED,
+        # Extras are applied site by site, by products of their own.
+        supported=NOTHING if config.batch_invariant else SUPPORTED,
         base_weight=weight,
         model_names=model_names(info.name),
     )

@@ -3,9 +3,11 @@
 from typing import NamedTuple
 
 import torch
+from torch.nn import functional
 
 from vexpert.engine.host_copy import HostCopy
 
+ALIGNED = 4  # float32 values of 16 bytes
 SLAB_ROWS = 128  # rows whose [rows, V] log-softmax lives at once: 78 MB for V = 152k
 
 
@@ -37,7 +39,7 @@ class LogprobsCopy:
     def _begin(self, logits: torch.Tensor, chosen: torch.Tensor, start: int) -> HostCopy:
         rows = slice(start, start + SLAB_ROWS)
         chosen = chosen[rows]
-        logprobs = torch.log_softmax(logits[rows].float(), -1)
+        logprobs = log_softmax(logits[rows].float())
         own = logprobs.gather(1, chosen[:, None])
         ranks = (logprobs > own).sum(-1) + 1
         top = logprobs.topk(max(self._counts[rows]), dim=-1)
@@ -51,6 +53,19 @@ class LogprobsCopy:
             rows = zip(*(column.tolist() for column in slab.wait()), counts, strict=True)
             result += [TokenLogprobs(_entries(*row)) for row in rows]
         return result
+
+
+def log_softmax(logits: torch.Tensor) -> torch.Tensor:
+    """Log-softmax [n, V] of float32 logits, a row the same wherever it lies.
+
+    On a GPU the order of PyTorch's sum follows from how a row's first element is aligned, and in
+    a vocabulary of an odd size that is another for each row.
+    """
+    width = logits.shape[1]
+    if not logits.is_cuda or width % ALIGNED == 0:
+        return torch.log_softmax(logits, -1)
+    padded = functional.pad(logits, (0, -width % ALIGNED), value=float("-inf"))
+    return torch.log_softmax(padded, -1)[:, :width]
 
 
 def _entries(

@@ -52,10 +52,12 @@ def choose_block_m(rows: int, keys: int) -> int:
     return 16 if per_key <= 16 else 32 if per_key <= 32 else 64
 
 
-def make_blocks(keys: torch.Tensor, num_experts: int, num_keys: int) -> Blocks:
-    """Blocks of rows with keys [P] int64."""
+def make_blocks(
+    keys: torch.Tensor, num_experts: int, num_keys: int, block_m: int | None = None
+) -> Blocks:
+    """Blocks of rows with keys [P] int64; block_m None: by how many rows a key has."""
     count = keys.shape[0]
-    block_m = choose_block_m(count, num_keys)
+    block_m = choose_block_m(count, num_keys) if block_m is None else block_m
     key, order = torch.sort(keys, stable=True)
     place = torch.arange(count, device=keys.device)
     is_start = torch.ones_like(key, dtype=torch.bool)

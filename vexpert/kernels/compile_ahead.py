@@ -43,3 +43,26 @@ def compile_only(threads: int | None = None) -> Iterator[None]:
             JITFunction.run = run
             # Left set by a kernel that could not be compiled: every later block would be refused.
             _async_compile.active_mode.set(None)
+
+
+@contextmanager
+def compiled_kernels() -> Iterator[list[Any]]:
+    """Inside, every launch of this process compiles its kernel at once and launches nothing.
+
+    The list that it gives holds what was compiled. Errors of the compiler are raised at the launch.
+    """
+    run = JITFunction.run
+    found: list[Any] = []
+
+    def compile_without_launch(
+        self: Any, *args: Any, grid: Any, warmup: bool, **kwargs: Any
+    ) -> Any:
+        kernel = run(self, *args, grid=grid, warmup=True, **kwargs)
+        found.append(kernel)
+        return kernel
+
+    JITFunction.run = compile_without_launch
+    try:
+        yield found
+    finally:
+        JITFunction.run = run

@@ -114,15 +114,16 @@ def lora_shrink(
     a_stride: torch.Tensor,
     blocks: Blocks,
     max_rank: int,
+    splits: int | None = None,
 ) -> torch.Tensor:
-    """h [P, max_rank] float32, see the table above."""
+    """h [P, max_rank] float32, see the table above; `splits` of the depth, None: by the blocks."""
     check_matrix("x", x)
     assert x.dtype == arena.dtype, (x.dtype, arena.dtype)
     rows, depth = blocks.key.shape[0], x.shape[1]
     h = torch.empty(rows, max_rank, dtype=torch.float32, device=x.device)
     if rows == 0:
         return h
-    splits = choose_splits(blocks.max_blocks, depth)
+    splits = choose_splits(blocks.max_blocks, depth) if splits is None else splits
     block_r = power_of_two(max_rank, 16, 64)
     block_k = power_of_two(depth, 16, 128 if x.dtype != torch.float32 else 64)
     split_depth = ceil_div(ceil_div(depth, splits), block_k) * block_k

@@ -125,6 +125,8 @@ def _prefill_kernel(
         left = tl.maximum(left, first_position - window + 1)
     if HAS_CHUNK:
         left = tl.maximum(left, first_position // chunk * chunk)
+    # Whole steps from the first key on: a query's sums do not depend on who shares its tile.
+    left = left // BLOCK_N * BLOCK_N
     right = kv_len - query_len + tl.minimum(first_query + block_q, query_len)
 
     peak = tl.full((BLOCK_M,), float("-inf"), dtype=tl.float32)

@@ -133,8 +133,9 @@ def _launch(
     if rows == 0:
         return total, y
     block = power_of_two(width, 16, MAX_WIDTH)
-    # Narrow rows, such as heads, share a program: 1024 elements keep a warp busy.
-    together = 1 if rest else max(1, min(power_of_two(rows, 1, 64), 1024 // block))
+    # Narrow rows, such as heads, share a program: 1024 elements keep a warp busy. However few the
+    # rows are: the order of a row's sum follows from how many share.
+    together = 1 if rest else max(1, min(64, 1024 // block))
     given, options = row_rest(rest, x, width)
     _rms_norm_kernel[(ceil_div(rows, together),)](
         x,

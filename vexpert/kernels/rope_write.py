@@ -60,6 +60,8 @@ class Heads:
     width: int  # d
     q_norm: Norm | None = None
     k_norm: Norm | None = None
+    # Whether as many heads share a program when tokens are few: the order of a norm's sum follows.
+    batch_invariant: bool = False
 
 
 @triton.jit
@@ -322,7 +324,8 @@ def _head_blocks(heads: Heads, tokens: int, has_lora: bool) -> tuple[int, int, s
     # Few tokens: a head a program, for their number; many: 1024 elements, for their size. The
     # interpreter runs one program after another.
     few = tokens <= 32 and not triton.knobs.runtime.interpret
-    most = 1 if few else max(1, (256 if has_lora else 1024) // block_d)
+    alone = few and not heads.batch_invariant
+    most = 1 if alone else max(1, (256 if has_lora else 1024) // block_d)
     q_block, kv_block = (power_of_two(count, 1, most) for count in (heads.num_q, heads.num_kv))
     return q_block, kv_block, "none" if norm is None else "head"
 

@@ -60,6 +60,7 @@ class AttentionLayer:
         value_shape: tuple[int, int],
         is_latent: bool,
         use_kernels: bool = False,
+        batch_invariant: bool = False,
     ) -> None:
         self.context = context
         self.kind = kind
@@ -67,6 +68,7 @@ class AttentionLayer:
         self.value_shape = value_shape
         self.is_latent = is_latent
         self.use_kernels = use_kernels and not is_latent
+        self.batch_invariant = batch_invariant
         self.keys = torch.empty(0)
         self.values = torch.empty(0)
 
@@ -107,7 +109,8 @@ class AttentionLayer:
 
     def attend(self, query: torch.Tensor, softmax: Softmax) -> torch.Tensor:
         """Attention of query [T, Hq, d] over what the cache holds: [T, Hq, d of value]."""
-        return ops.paged_attention(
+        run = ops.invariant_attention if self.batch_invariant else ops.paged_attention
+        return run(
             query,
             self.keys,
             self.values,

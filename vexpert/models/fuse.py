@@ -44,6 +44,7 @@ class Fusions:
         self.layers: dict[nn.Module, FusedLayer] = {}
         self.embedding: tuple[str, FusedEmbedding] | None = None  # and its path
         self.kept: Counter[str] = Counter()
+        self.unfused_norms: list[nn.Module] = []
 
     def keep(self, module: nn.Module, reason: str) -> None:
         """Note that `module` runs as it was."""
@@ -128,6 +129,7 @@ def _fuse_norms(model: nn.Module, fusions: Fusions) -> None:
             fusions.norms[module] = fused
         elif kind.endswith("Norm"):
             fusions.keep(module, "another kind of norm")
+            fusions.unfused_norms.append(module)
 
 
 def _fuse_attention(modules: Iterable[nn.Module], records: Records, fusions: Fusions) -> None:

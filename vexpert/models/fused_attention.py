@@ -144,7 +144,7 @@ def recognise_attention(
     own = [norms.get(norm) if norm is not None else None for norm in found]
     if any((norm is None) != (known is None) for norm, known in zip(found, own, strict=True)):
         return "its norm of queries or keys is of an unknown form"
-    heads = Heads(given.query.shape[1], given.key.shape[1], given.query.shape[3], *own)
+    heads = Heads(given.query.shape[1], given.key.shape[1], given.query.shape[3], own[0], own[1])
     options = given.options
     scaling = options.get("scaling")
     how = Softmax(

@@ -1,6 +1,7 @@
 """Loads a model and swaps in our attention, experts and LoRA-aware layers."""
 
 import inspect
+from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -29,7 +30,7 @@ from vexpert.models.swap import attach_runners, swap_head, swap_layers
 from vexpert.models.targets import build_targets
 from vexpert.models.tokenizer import model_source, read_tokenizer
 from vexpert.models.types import ModelInfo, ServedModel
-from vexpert.ops.backend import select_backend
+from vexpert.ops.backend import LoraBackend, select_backend
 
 if TYPE_CHECKING:
     from vexpert.models.fuse import Fusions
@@ -70,7 +71,8 @@ def serve(
     seen = _observe(model, cache_name, text.num_hidden_layers, experts_layers)
     targets = build_targets(model, seen, experts_layers, text.model_type, config.max_lora_rank)
     states = LoraState(), LoraState()
-    backend = select_backend(config.lora_backend, device, dtype)
+    options = config.kernel_plans, config.batch_invariant
+    backend = select_backend(config.lora_backend, device, dtype, *options)
     attach_runners(experts_layers, backend)
     if backend.name == "numba":
         _compile_norms(model)
@@ -84,7 +86,10 @@ def serve(
     if fusions is not None:
         fusions.pack(model, backend, context)
         fusions.report()
-    layers = _attach_attention(seen, context, backend.name == "triton")
+        if config.batch_invariant:
+            _make_invariant(seen, fusions, experts_layers)
+    use_kernels = backend.name == "triton"
+    layers = _attach_attention(seen, context, use_kernels, config.batch_invariant)
     by_index = {
         call.layer_idx: layer
         for call, layer in zip(seen.calls, layers, strict=True)
@@ -100,7 +105,25 @@ def serve(
         context=context,
         cache=StepCache(context, by_index),
         cache_name=cache_name,
+        products=_products(config, backend),
     )
+
+
+def _make_invariant(
+    seen: Probe, fusions: "Fusions", layers: dict[str, experts.ExpertsLayer]
+) -> None:
+    from vexpert.models.invariant import make_invariant  # needs triton
+
+    make_invariant(seen, fusions, layers)
+
+
+def _products(config: EngineConfig, backend: LoraBackend) -> AbstractContextManager[object]:
+    """What the forward runs in: products of its own, or PyTorch's."""
+    if not config.batch_invariant:
+        return nullcontext()
+    from vexpert.models.invariant import InvariantProducts  # needs triton
+
+    return InvariantProducts(backend)
 
 
 def _fuse(
@@ -153,12 +176,16 @@ def _observe(
     return seen
 
 
-def _attach_attention(seen: Probe, context: StepContext, use_kernels: bool) -> list[AttentionLayer]:
+def _attach_attention(
+    seen: Probe, context: StepContext, use_kernels: bool, batch_invariant: bool
+) -> list[AttentionLayer]:
     """Put an AttentionLayer on each attention module, in the order they run."""
     layers = []
     for call in seen.calls:
         shapes = call.key_shape, call.value_shape
-        layer = AttentionLayer(context, call.kind, *shapes, call.is_latent, use_kernels)
+        layer = AttentionLayer(
+            context, call.kind, *shapes, call.is_latent, use_kernels, batch_invariant
+        )
         call.module.vexpert_layer = layer  # type: ignore[assignment]
         layers.append(layer)
     return layers

@@ -2,7 +2,8 @@
 
 import dataclasses
 import functools
-from dataclasses import dataclass
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -29,6 +30,7 @@ class TransformersModel:
     cache: StepCache
     cache_name: str  # the model's keyword for its cache
     block_size: int = 0
+    products: AbstractContextManager[object] = field(default_factory=nullcontext)  # round forward
 
     @functools.cached_property
     def _parameters(self) -> dict[str, torch.Tensor]:
@@ -70,7 +72,8 @@ class TransformersModel:
             self.cache_name: self.cache,
         }
         try:
-            logits: torch.Tensor = self.model(**inputs).logits
+            with self.products:
+                logits: torch.Tensor = self.model(**inputs).logits
         finally:
             self.context.plan = None
             self.lora.set_view(None)

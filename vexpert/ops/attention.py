@@ -77,6 +77,35 @@ def paged_attention(
     return out
 
 
+def invariant_attention(
+    query: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scaling: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same by one kernel for every query, its keys in steps from the first one on.
+
+    So a row of the result depends neither on the other sequences nor on the chunk it comes in.
+    """
+    from vexpert.kernels.paged_prefill import paged_prefill  # needs Triton
+    from vexpert.ops.attention_plan import choose_attention
+
+    width = max(query.shape[2], values.shape[2])
+    _check(query, keys, values, width)
+    # Zeros: a graph's padding is computed with, so it must be a number.
+    out = query.new_zeros(*query.shape[:2], values.shape[2])
+    plan = choose_attention(width, query.dtype, query.device)
+    how = Scores(scaling, window, chunk, softcap, sinks)
+    paged_prefill(query, keys, values, batch, how, out, plan.prefill)
+    return out
+
+
 def _check(query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, width: int) -> None:
     if query.dtype is keys.dtype is values.dtype and query.device == keys.device == values.device:
         check_attention(query.device, query.dtype, width)

@@ -202,10 +202,18 @@ def unsupported_because(name: str, device: torch.device, dtype: torch.dtype) -> 
     return f"{', '.join(missing)} is not installed" if missing else None
 
 
-def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) -> LoraBackend:
+def select_backend(
+    name: str,
+    device: torch.device | str,
+    dtype: torch.dtype,
+    kernel_plans: str | None = None,
+    batch_invariant: bool = False,
+) -> LoraBackend:
     """Backend `name`, or for "auto" the device's own; the choice is logged once.
 
-    Raises UnsupportedError, with the reason, when it cannot run `dtype` on `device`.
+    kernel_plans: a file of plans to try before the packaged ones. batch_invariant: a row's result
+    does not depend on the others, bit for bit. Raises UnsupportedError, with the reason, when the
+    backend cannot run `dtype` on `device`, or cannot do one of these; ConfigError for a bad file.
     """
     device = torch.device(device)
     chosen = _first_able(device, dtype) if name == "auto" else name
@@ -218,7 +226,28 @@ def select_backend(name: str, device: torch.device | str, dtype: torch.dtype) ->
             "lora_backend, device or dtype"
         )
     log_once(logger, f"LoRA backend: {chosen} for {dtype} on {device} (asked for: {name})")
+    if chosen == "triton":
+        from vexpert.ops.plans import load_plans
+        from vexpert.ops.triton_backend import TritonBackend
+
+        return TritonBackend(load_plans(kernel_plans, batch_invariant))
+    _check_library(chosen, kernel_plans, batch_invariant)
     return _build(chosen)
+
+
+def _check_library(chosen: str, kernel_plans: str | None, batch_invariant: bool) -> None:
+    """Backends that leave products to a library cannot say how it computes them."""
+    if batch_invariant:
+        raise UnsupportedError(
+            f"batch_invariant=True: LoRA backend {chosen!r} leaves products to PyTorch's libraries,"
+            " which add up in another order for another number of rows; use a GPU, and the backend"
+            " triton"
+        )
+    if kernel_plans is not None:
+        raise UnsupportedError(
+            f"kernel_plans={kernel_plans!r}: plans are for the Triton kernels, and LoRA backend"
+            f" {chosen!r} has none; leave the option out"
+        )
 
 
 def _first_able(device: torch.device, dtype: torch.dtype) -> str:
@@ -232,13 +261,9 @@ def _build(name: str) -> LoraBackend:
         from vexpert.ops.torch_backend import TorchBackend
 
         return TorchBackend()
-    if name == "numba":
-        from vexpert.ops.numba_backend import NumbaBackend
+    from vexpert.ops.numba_backend import NumbaBackend
 
-        return NumbaBackend()
-    from vexpert.ops.triton_backend import TritonBackend
-
-    return TritonBackend()
+    return NumbaBackend()
 
 
 def check_operands(

@@ -1,19 +1,17 @@
 """Which kernels a dense layer of so many rows runs, and the shapes of their tiles.
 
-The choices are data, `dense_plans.json`: the first row that fits. Rows were measured on one H200
+The choices are data, `dense_plans.json` (see `plan_rows`). Its rows were measured on one H200
 with q, k, v [2048 -> 5120] and o [4096 -> 2048] of Qwen3-30B-A3B.
 """
 
-import json
-from dataclasses import dataclass
-from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any
+from dataclasses import dataclass, replace
+from functools import lru_cache
 
 import torch
 
 from vexpert.kernels.dense_shrink import DenseShrink
 from vexpert.kernels.dense_tiles import DenseTile
+from vexpert.ops.plan_rows import PlanRows, Row, make, packaged, plan_part
 
 DOTS = (torch.float32, torch.float16, torch.bfloat16)  # what the kernels multiply
 
@@ -40,36 +38,41 @@ class DensePlan:
     few_rows: int = 0  # up to so many go to `dense_few`, if a reader ends their LoRA
 
 
-@cache
-def _rows() -> dict[str, list[dict[str, Any]]]:
-    text = (Path(__file__).parent / "dense_plans.json").read_text(encoding="utf-8")
-    rows: dict[str, list[dict[str, Any]]] = json.loads(text)
-    return rows
-
-
-def _first(kind: str, **facts: float) -> dict[str, Any]:
-    """The first row none of whose `most_...` is exceeded; the last has none."""
-    for row in _rows()[kind]:
-        if all(facts[key[5:]] <= row[key] for key in row if key.startswith("most_")):
-            return row
-    raise AssertionError(f"dense_plans.json: no row of {kind} fits {facts}")
-
-
 @lru_cache(maxsize=4096)  # every layer of a step asks the same
-def choose_dense_plan(shape: DenseShape, adapters: int) -> DensePlan:
+def choose_dense_plan(shape: DenseShape, adapters: int, rows: PlanRows | None = None) -> DensePlan:
     """The plan of a step in which at most `adapters` adapters are active (0: none).
 
     A row of "linear" that is not `alone` leaves steps without any adapter to the library, whose
     product is then the faster one; base rows of other steps may differ from those in a rounding.
     """
+    rows = rows or packaged()
     dtype = "float32" if shape.dtype == torch.float32 else "half"
-    base = _first(f"linear {dtype}", rows=shape.rows, columns=shape.columns)
+    facts: dict[str, float] = {"rows": shape.rows, "columns": shape.columns, "depth": shape.depth}
+    base = rows.first("dense", f"linear {dtype}", **facts)
     runs = min(shape.rows, max(1, adapters))
-    lora = _first(f"lora {dtype}", rows=shape.rows, rows_per_run=shape.rows / max(1, runs))
-    tile = None
-    serves = adapters > 0 or base["alone"]
-    if base["tile"] is not None and serves and shape.dtype in DOTS:
-        tile = DenseTile(**base["tile"], group=lora["group"])
-    few = _first(f"few {dtype}", columns=shape.columns)["rows_with_lora" if adapters else "rows"]
-    shrink, expand = DenseShrink(**lora["shrink"]), DenseTile(**lora["expand"])
-    return DensePlan(tile, shrink, expand, lora["fork"], lora.get("inner", False), few)
+    facts |= {"adapters": adapters, "rows_per_run": shape.rows / max(1, runs)}
+    group, plan = dense_lora_part(rows.first("dense", f"lora {dtype}", **facts))
+    few = dense_few_part(rows.first("dense", f"few {dtype}", columns=shape.columns))
+    plan = replace(plan, few_rows=few[adapters > 0])
+    tile, alone = dense_linear_part(base)
+    if tile is None or not (adapters > 0 or alone) or shape.dtype not in DOTS:
+        return plan
+    return replace(plan, linear=replace(tile, group=group))
+
+
+def dense_few_part(row: Row) -> tuple[int, int]:
+    """Of a row of kind "few ...": up to how many rows `dense_few` takes, without and with LoRA."""
+    return int(row["base"]), int(row["with_lora"])
+
+
+def dense_linear_part(row: Row) -> tuple[DenseTile | None, bool]:
+    """Of a row of kind "linear ...": the product's tile, and whether it also runs without LoRA."""
+    tile = row["tile"]
+    return None if tile is None else make(DenseTile, tile), bool(row["alone"])
+
+
+def dense_lora_part(row: Row) -> tuple[int, DensePlan]:
+    """Of a row of kind "lora ...": the group of the product with LoRA, and the plan without it."""
+    rest = plan_part("dense", row)
+    group = rest.pop("group")
+    return group, make(DensePlan, rest | {"linear": None})

@@ -17,6 +17,7 @@ from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink, room_for_h
 from vexpert.ops.experts_replay import EXPERTS, experts_inputs, experts_key
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
+from vexpert.ops.plan_rows import PlanRows
 from vexpert.ops.types import ExpertsLora, ExpertsTensors, Finish, LoraSite, SiteTable
 
 MOST_INNER = 64  # shrunk columns of a product whose launch shrinks too; more need registers
@@ -26,9 +27,10 @@ MAX_EXPERTS = 4094  # bins of the order's histogram, less two
 class FusedExpertsKernel:
     """Implements `ops.backend.FusedExperts`. Graphs can be captured: the host chooses the plan."""
 
-    def __init__(self, experts: ExpertsTensors) -> None:
+    def __init__(self, experts: ExpertsTensors, rows: PlanRows | None = None) -> None:
         assert experts.down.shape[0] <= MAX_EXPERTS, experts.down.shape
         self.experts = experts
+        self.rows = rows  # of plans; None: the packaged ones
         weights = (experts.gate_up, experts.down)
         interpreted = triton.knobs.runtime.interpret
         self.can_use_tma = not (experts.is_interleaved or interpreted) and all(
@@ -59,9 +61,9 @@ class FusedExpertsKernel:
         """The plan of a step with topk_ids [T, K]."""
         shape = self.shape(topk_ids)
         if lora is None:
-            return choose_plan(shape, 0)
+            return choose_plan(shape, 0, rows=self.rows)
         rank = max(lora.most_rank(is_down=True), lora.most_rank(is_down=False) // 2)
-        return choose_plan(shape, lora.num_adapters, rank)
+        return choose_plan(shape, lora.num_adapters, rank, self.rows)
 
     def shape(self, topk_ids: torch.Tensor) -> MoeShape:
         """What the plan depends on, for topk_ids [T, K]."""

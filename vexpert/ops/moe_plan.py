@@ -1,21 +1,20 @@
 """Which kernels a MoE layer of so many pairs runs, and the shapes of their tiles.
 
-The choices are data, `moe_plans.json`: the first row that fits. Rows were measured on one H200 with
+The choices are data, `moe_plans.json` (see `plan_rows`). Its rows were measured on one H200 with
 128 experts, top-8, hidden 2048, intermediate 768. What decides is how many rows an expert, and a
-run of one adapter on one expert, has on average, so other shapes read the same rows.
+run of one adapter on one expert, has on average, so other shapes read the same rows; those of
+`vexpert bench tune` are of one shape.
 """
 
-import json
 from dataclasses import dataclass, replace
-from functools import cache, lru_cache
-from pathlib import Path
-from typing import Any
+from functools import lru_cache
 
 import torch
 
 from vexpert.kernels.moe_delta import DeltaShape
 from vexpert.kernels.moe_gate_up import TileShape
 from vexpert.kernels.moe_shrink import ShrinkShape
+from vexpert.ops.plan_rows import PlanRows, Row, make, packaged, plan_part
 
 
 @dataclass(frozen=True)
@@ -79,47 +78,59 @@ class MoeShape:
     def pairs(self) -> int:
         return self.tokens * self.top_k
 
+    def facts(self, adapters: int = 0, rank: int = 0) -> dict[str, float]:
+        """What rows ask for; `rank`: the largest of the active adapters'."""
+        runs = min(self.pairs, self.num_experts * max(1, adapters))
+        return {
+            "tokens": self.tokens,
+            "rows_per_expert": self.pairs / self.num_experts,
+            "rows_per_run": self.pairs / max(1, runs),
+            "adapters": adapters,
+            "rank": rank,
+            "hidden_size": self.hidden_size,
+            "intermediate_size": self.intermediate_size,
+            "num_experts": self.num_experts,
+            "top_k": self.top_k,
+            "block_loads": int(self.can_use_tma),
+        }
+
 
 @lru_cache(maxsize=4096)  # every layer of a step asks the same
-def choose_plan(shape: MoeShape, adapters: int, rank: int = 16) -> MoePlan:
-    """The plan of a step in which at most `adapters` adapters, of at most `rank`, are active."""
-    return MoePlan(_base(shape), _lora(shape, max(1, adapters), rank))
+def choose_plan(
+    shape: MoeShape, adapters: int, rank: int = 16, rows: PlanRows | None = None
+) -> MoePlan:
+    """The plan of a step in which at most `adapters` adapters are active (0: none).
+
+    The base plan does not depend on them: a base row is the same with and without adapters beside.
+    """
+    rows = rows or packaged()
+    kind = "float32" if shape.dtype == torch.float32 else "half"
+    base = rows.first("moe", f"base {kind}", **shape.facts())
+    lora = rows.first("moe", f"lora {kind}", **shape.facts(max(1, adapters), rank))
+    return fit_plan(MoePlan(base_plan(base), lora_plan(lora)), shape)
 
 
-@cache
-def _rows() -> dict[str, list[dict[str, Any]]]:
-    text = (Path(__file__).parent / "moe_plans.json").read_text(encoding="utf-8")
-    rows: dict[str, list[dict[str, Any]]] = json.loads(text)
-    return rows
+def base_plan(row: Row) -> BasePlan:
+    """Of a row of kind "base ..."; before it is fitted to a shape."""
+    return make(BasePlan, {"is_identity": False} | plan_part("moe", row))
 
 
-def _kind(dtype: torch.dtype) -> str:
-    return "float32" if dtype == torch.float32 else "half"
+def lora_plan(row: Row) -> LoraPlan:
+    """Of a row of kind "lora ..."."""
+    return make(LoraPlan, plan_part("moe", row))
 
 
-def _first(kind: str, **facts: float) -> dict[str, Any]:
-    """The first row none of whose `most_...` is exceeded; the last has none."""
-    for row in _rows()[kind]:
-        if all(facts[key[5:]] <= row[key] for key in row if key.startswith("most_")):
-            return row
-    raise AssertionError(f"moe_plans.json: no row of {kind} fits {facts}")
-
-
-def _base(shape: MoeShape) -> BasePlan:
-    row = _first(
-        f"base {_kind(shape.dtype)}",
-        tokens=shape.tokens,
-        rows_per_expert=shape.pairs / shape.num_experts,
-    )
-    gate_up, down = TileShape(**row["gate_up"]), TileShape(**row["down"])
-    return BasePlan(
-        is_identity=row.get("is_identity", False),
-        block_m=row["block_m"],
-        gate_up=_fit(gate_up, shape.hidden_size, shape),
-        down=_fit(down, shape.intermediate_size, shape),
-        order_chunk=order_chunk(shape.pairs),
+def fit_plan(plan: MoePlan, shape: MoeShape) -> MoePlan:
+    """`plan` with what is not a choice: the order's chunks, what loads and launches can be."""
+    chunk = order_chunk(shape.pairs)
+    base = replace(
+        plan.base,
+        gate_up=_fit(plan.base.gate_up, shape.hidden_size, shape),
+        down=_fit(plan.base.down, shape.intermediate_size, shape),
+        order_chunk=chunk,
         pdl=shape.can_use_pdl,
     )
+    return MoePlan(base, replace(plan.lora, by_run=plan.lora.by_run or chunk > 0))
 
 
 def order_chunk(pairs: int) -> int:
@@ -131,22 +142,3 @@ def _fit(tile: TileShape, depth: int, shape: MoeShape) -> TileShape:
     """Block loads need whole blocks of the depth, and rows that start at 16 bytes."""
     fits = shape.can_use_tma and depth % tile.block_k == 0
     return replace(tile, tma=tile.tma and fits)
-
-
-def _lora(shape: MoeShape, adapters: int, rank: int) -> LoraPlan:
-    runs = min(shape.pairs, shape.num_experts * adapters)
-    row = _first(
-        f"lora {_kind(shape.dtype)}",
-        tokens=shape.tokens,
-        rows_per_expert=shape.pairs / shape.num_experts,
-        rows_per_run=shape.pairs / max(1, runs),
-        rank=rank,
-    )
-    keys = ("by_run", "group", "item_stages", "prefetch", "early", "inner")
-    rest = {key: row[key] for key in keys if key in row}
-    plan = LoraPlan(ShrinkShape(**row["shrink"]), ShrinkShape(**row["down_shrink"]), **rest)
-    delta = None
-    if "delta" in row:
-        its = row["delta"]
-        delta = DeltaPlan(its["piece"], DeltaShape(**its["gate_up"]), DeltaShape(**its["down"]))
-    return replace(plan, by_run=plan.by_run or order_chunk(shape.pairs) > 0, delta=delta)

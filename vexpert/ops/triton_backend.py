@@ -23,6 +23,7 @@ from vexpert.ops.packed_linear import (
     packed_linear,
     shape_of,
 )
+from vexpert.ops.plan_rows import PlanRows, packaged
 from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.types import ExpertsTensors, LoraSite, OutputSlice, PackedLora, SiteTable
 
@@ -35,13 +36,15 @@ class TritonRouting(Routing):
     experts: torch.Tensor | None
     num_experts: int
     num_slots: int
+    block_m: int | None = None  # rows of a block; None: by how many rows a key has
 
     @cached_property
     def blocks(self) -> Blocks:
         """Blocks of one virtual expert's rows."""
         experts = torch.zeros_like(self.slots) if self.experts is None else self.experts
         keys = virtual_keys(self.slots, experts, self.num_experts, self.num_slots)
-        return make_blocks(keys, self.num_experts, self.num_slots * self.num_experts)
+        num_keys = self.num_slots * self.num_experts
+        return make_blocks(keys, self.num_experts, num_keys, self.block_m)
 
     @cached_property
     def order(self) -> RowOrder:
@@ -80,10 +83,16 @@ class TritonBackend:
     can_fuse = True
     can_pack = True
 
+    def __init__(self, rows: PlanRows | None = None) -> None:
+        self.rows = packaged() if rows is None else rows  # of plans
+        # Of what runs step by step: one for all steps, where plans are.
+        self.block_m = 16 if self.rows.is_batch_invariant else None
+        self.splits = 1 if self.rows.is_batch_invariant else None
+
     def route(
         self, slots: torch.Tensor, experts: torch.Tensor | None, num_experts: int, num_slots: int
     ) -> TritonRouting:
-        return TritonRouting(slots.shape[0], slots, experts, num_experts, num_slots)
+        return TritonRouting(slots.shape[0], slots, experts, num_experts, num_slots, self.block_m)
 
     def shrink(
         self,
@@ -103,6 +112,7 @@ class TritonBackend:
             table.a_stride,
             routing.blocks,
             site.max_rank,
+            self.splits,
         )
 
     def expand(
@@ -173,10 +183,12 @@ class TritonBackend:
         bias: torch.Tensor | None,
         lora: PackedLora | None,
     ) -> torch.Tensor:
+        adapters = 0 if lora is None else lora.num_adapters
+        plan = choose_dense_plan(shape_of(x, weight.shape[0]), adapters, self.rows)
         if lora is None:
-            return packed_linear(x, weight, bias, None, None)
+            return packed_linear(x, weight, bias, None, None, plan)
         assert isinstance(lora.routing, TritonRouting)
-        return packed_linear(x, weight, bias, lora, lora.routing.order)
+        return packed_linear(x, weight, bias, lora, lora.routing.order, plan)
 
     def deferred_linear(
         self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: PackedLora
@@ -184,18 +196,21 @@ class TritonBackend:
         assert isinstance(lora.routing, TritonRouting)
         for site, table in zip(lora.sites, lora.tables, strict=True):
             assert is_dense(site, table), site
-        return deferred_linear(x, weight, bias, lora, lora.routing.order)
+        if self.rows.is_batch_invariant:  # readers end LoRA of few rows only, and otherwise
+            return self.packed_linear(x, weight, bias, lora), None
+        plan = choose_dense_plan(shape_of(x, weight.shape[0]), lora.num_adapters, self.rows)
+        return deferred_linear(x, weight, bias, lora, lora.routing.order, plan)
 
     def _add_dense(self, x: torch.Tensor, y: torch.Tensor, lora: PackedLora) -> None:
         assert isinstance(lora.routing, TritonRouting)
         rows = x if x.stride(1) == 1 else x.contiguous()
-        plan = choose_dense_plan(shape_of(x, y.shape[1]), lora.num_adapters)
+        plan = choose_dense_plan(shape_of(x, y.shape[1]), lora.num_adapters, self.rows)
         add_dense(rows, y, find_factors(lora), lora.routing.order, plan)
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExpertsKernel | None:
         """None above MAX_EXPERTS experts."""
         fits = experts.down.shape[0] <= MAX_EXPERTS
-        return FusedExpertsKernel(experts) if fits else None
+        return FusedExpertsKernel(experts, self.rows) if fits else None
 
     def prepare_weight(self, weight: torch.Tensor, is_transposed: bool) -> None:
         """Nothing to do: the kernel reads both layouts."""

@@ -25,12 +25,17 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--device", metavar="TEXT", help="default: cuda if there is one, else cpu")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16 on a GPU")
     group.add_argument("--lora-backend", default="auto", metavar="TEXT", help="as for a server")
+    group.add_argument("--kernel-plans", metavar="FILE", help="as for a server")
+    group.add_argument("--batch-invariant", action="store_true", help="as for a server")
     group.add_argument("--repeats", type=int, default=20, metavar="N", help="the median counts")
     group.add_argument(
         "--classic", action="store_true", help="the path of one adapter after another as well"
     )
     group.add_argument(
         "--bandwidth", type=float, default=4.3, metavar="TB/s", help="of the byte floors"
+    )
+    group.add_argument(
+        "--compile-only", action="store_true", help="compile what the cases launch, measure nothing"
     )
     output = parser.add_argument_group("output")
     output.add_argument("--json", metavar="FILE", help="the last line's object, kept row by row")
@@ -92,7 +97,7 @@ def run(args: argparse.Namespace) -> int:
     for path in filter(None, (args.json, args.csv)):
         if not Path(path).parent.is_dir():
             raise ConfigError(f"{path!r}: its folder does not exist; make it first")
-    device = _device(args.device)
+    device = find_device(args.device)
     cases = choose_cases(args, device.type == "cuda")
     bench = _bench(args, device)
     facts = describe(device) | {
@@ -105,10 +110,14 @@ def run(args: argparse.Namespace) -> int:
     }
     print("\n".join(f"{name}: {value}" for name, value in facts.items()), flush=True)
     with torch.inference_mode():
+        if args.compile_only:
+            print(f"kernels compiled in {bench.compile_ahead(cases)} s")
+            return 0
         return report(bench, cases, facts, args.json, args.csv)
 
 
-def _device(name: str | None) -> "torch.device":
+def find_device(name: str | None) -> "torch.device":
+    """The device of that name; None: a GPU if there is one. Raises ConfigError."""
     import torch
 
     try:
@@ -135,7 +144,7 @@ def _bench(args: argparse.Namespace, device: "torch.device") -> "Bench":
     return Bench(
         device,
         dtype,
-        select_backend(args.lora_backend, device, dtype),
+        select_backend(args.lora_backend, device, dtype, args.kernel_plans, args.batch_invariant),
         make_timer(device, args.repeats),
         (*DEFAULT, CLASSIC) if args.classic else DEFAULT,
         args.bandwidth * 1e12,
@@ -175,7 +184,7 @@ def _grid_cases(grid: "Grid", given: dict[str, Any]) -> "list[Case]":
         find_shape(shape)
     cases = dataclasses.replace(grid, **lists).cases()
     if not cases:
-        raise ConfigError("no case: every combination has more adapters than tokens")
+        raise ConfigError("no case: a single token always has an adapter; add base share 0")
     return cases
 
 
@@ -187,12 +196,16 @@ def report(
     csv_path: str | None = None,
 ) -> int:
     """Print a line per row, the verdict and one JSON line; the exit code."""
-    from vexpert.bench.claims import check_claims, make_claims
+    from vexpert.bench.claims import check_claims, claim_line, make_claims
     from vexpert.bench.contenders import CLASSIC
     from vexpert.bench.peers import SHAPE
-    from vexpert.bench.table import claim_line, columns, heading, line, verdict, verdict_line
+    from vexpert.bench.table import columns, heading, line
+    from vexpert.bench.verdict import verdict, verdict_lines
 
     shown = columns(CLASSIC in bench.contenders, any(case.shape == SHAPE for case in cases))
+    seconds = bench.compile_ahead(cases)
+    if seconds:
+        print(f"kernels compiled in {seconds} s", flush=True)
     print(heading(shown), flush=True)
     rows: list[Row] = []
     for row in bench.rows(cases):
@@ -201,7 +214,7 @@ def report(
         if json_path:
             Path(json_path).write_text(json.dumps(_result(facts, rows)) + "\n")
     counts, claims = verdict(rows), check_claims(make_claims(), rows)
-    print("\n".join([verdict_line(counts), *map(claim_line, claims)]))
+    print("\n".join([*verdict_lines(rows), *map(claim_line, claims)]))
     if csv_path:
         _write_csv(Path(csv_path), rows)
     print(json.dumps(_result(facts, rows) | counts | {"claims": claims}))

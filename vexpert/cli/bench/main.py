@@ -7,6 +7,7 @@ from vexpert.cli.examples import EXAMPLES, examples
 
 KINDS = {
     "kernel": ("vexpert.cli.bench.kernel", "one MoE layer without and with LoRA, beside its floor"),
+    "tune": ("vexpert.cli.bench.tune", "kernel plans for one MoE shape, measured on this GPU"),
     "throughput": ("vexpert.cli.bench.throughput", "tokens/s of a model in this process"),
     "serve": ("vexpert.cli.bench.serve", "latency and throughput of a running server"),
 }

@@ -1,0 +1,1 @@
+"""The tuner of kernel plans: candidates, measured in turns, and the file of winners."""
