@@ -165,3 +165,10 @@ def test_every_number_of_rows_has_a_plan(dtype: torch.dtype) -> None:
             assert all(plan.shrink.by_run or rows != 1 for plan in plans)
             products = {plan.linear and replace(plan.linear, group=1) for plan in plans[1:]}
             assert len(products) == 1  # a base row's result does not depend on the adapters
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_the_first_reader_of_an_order_is_an_ordinary_launch(rows: int) -> None:
+    """A single row's slots too are written by a kernel of the step, which may still run."""
+    order = order_rows(torch.zeros(rows, dtype=torch.int64), 2)
+    assert [order.is_settled() for _ in range(3)] == [False, True, True]

@@ -206,7 +206,7 @@ def test_norm_and_router(
         total, normed, ids, weights = norm_router(x, residual, norm, multiplier, router, scratch)
         want_total, want_normed = add_rms_norm(x, residual, norm, multiplier)
         assert torch.equal(total, want_total)
-        assert torch.equal(normed, want_normed)
+        assert_close(normed, want_normed)  # on a GPU a row's sum may have another order
         wide = None if bias is None else bias.float()
         logits = torch.nn.functional.linear(normed.float(), weight.float(), wide)
         want_ids, want = reference_router_topk(logits, choice_bias, CHOICES[name])

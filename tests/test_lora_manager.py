@@ -77,7 +77,7 @@ def states(manager: AdapterManager) -> dict[tuple[str, int], str]:
 
 def acquire(manager: AdapterManager, ref: AdapterRef) -> int | None:
     """Steps of an engine until `ref` has a slot, or is refused for want of room: None."""
-    deadline = time.monotonic() + 10
+    deadline = time.monotonic() + 60
     while time.monotonic() < deadline:
         assert ref not in manager.advance()
         slot = manager.acquire(ref)

@@ -57,8 +57,9 @@ class RowOrder:
         """Whether this is not the first kernel that reads it, which must be an ordinary launch.
 
         All behind that one may then read the order before they wait for the kernel before them.
+        So it is with an identity too: the slots are written by a kernel of the same step.
         """
-        settled = self.is_identity or bool(self._readers)
+        settled = bool(self._readers)
         self._readers.append(None)
         return settled
 

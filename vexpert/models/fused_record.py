@@ -50,7 +50,8 @@ class Records:
 
     is_compileable = False
 
-    def __init__(self) -> None:
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.calls: dict[nn.Module, list[Call]] = {}
         self.attention: dict[nn.Module, AttentionInputs] = {}
 
@@ -72,7 +73,8 @@ class Records:
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
         """Models add it to arange(T)."""
-        return torch.tensor(POSITIONS) - torch.arange(len(POSITIONS))
+        positions = torch.tensor(POSITIONS, device=self.device)
+        return positions - torch.arange(len(POSITIONS), device=self.device)
 
 
 def record_attention(
@@ -96,8 +98,8 @@ def record_attention(
 @torch.inference_mode()
 def record(model: Any, attention: list[nn.Module], cache_name: str, vocab: int) -> Records:
     """Records of one pass of `model`, whose attention implementation must be `NAME`."""
-    records = Records()
     device = next(model.parameters()).device
+    records = Records(device)
     hooks = [
         module.register_forward_hook(records.save, with_kwargs=True) for module in model.modules()
     ]

@@ -110,7 +110,8 @@ def deferred_linear(
         return packed_linear(x, weight, bias, lora, order, plan), None
     pdl, tile = can_use_pdl(x.device), plan.linear
     if x.shape[0] <= plan.few_rows and can_few(rows, weight):
-        return dense_few(rows, weight, bias, (order.slots, factors[0]), pdl)
+        early = pdl and order.is_settled()  # it reads the slots before it waits
+        return dense_few(rows, weight, bias, (order.slots, factors[0]), early)
     if tile is not None and plan.inner and x.shape[0] <= tile.block_m:
         added = replace(_shrunk(rows, order, factors[0], tile, plan, lora.num_adapters), adds=False)
         h, y = added.h, dense_linear(rows, weight, bias, factors[0].sizes, added, tile, pdl)
