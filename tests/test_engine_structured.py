@@ -1,6 +1,7 @@
 """Structured output on the demo model: constrained answers are right, free ones as before."""
 
 import json
+import os
 import re
 from typing import Any
 
@@ -177,6 +178,15 @@ def test_what_kills_or_stalls_the_compiler_is_refused(
             llm.generate("x", SamplingParams(structured_outputs=kind))
     again = llm.generate("x", constrained(regex="[ab]c"))  # by a new process
     assert text_of(again[0]) in ("ac", "bc")
+
+
+def test_a_process_that_died_idle_tells_nothing_about_the_next_constraint(llm: LLM) -> None:
+    llm.generate("x", constrained(regex="[ab]d"))
+    _, _, probe = llm.engine._grammars._compiler
+    assert probe._process is not None
+    probe._process.kill()
+    os.waitid(os.P_PID, probe._process.pid, os.WEXITED | os.WNOWAIT)
+    assert text_of(llm.generate("x", constrained(regex="[ab]e"))[0]) in ("ae", "be")
 
 
 class Silent:

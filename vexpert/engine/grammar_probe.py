@@ -63,6 +63,8 @@ class Probe:
                 self._passed.popitem(last=False)
 
     def _ask(self, task: str, wanted: StructuredOutputs) -> str:
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # while it had nothing to do: that tells nothing about this constraint
         process = self._process or self._start(wanted)
         answer = _exchange(process, task.encode() + b"\n", SECONDS)
         if answer is not None:
