@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import time
 from typing import Any
 
 import pytest
@@ -187,6 +188,33 @@ def test_a_process_that_died_idle_tells_nothing_about_the_next_constraint(llm: L
     probe._process.kill()
     os.waitid(os.P_PID, probe._process.pid, os.WEXITED | os.WNOWAIT)
     assert text_of(llm.generate("x", constrained(regex="[ab]e"))[0]) in ("ae", "be")
+
+
+@pytest.mark.parametrize("beside", [0, 3])
+def test_a_grammar_whose_cost_explodes_ends_its_own_request(llm: LLM, beside: int) -> None:
+    rules = [f'a{i} ::= a{i + 1} | a{i + 1} a{i + 1} | ""' for i in range(300)]
+    grammar = "\n".join(['root ::= a0 "b"', *rules, 'a300 ::= "a" | ""'])
+    token = llm.engine.tokenizer.encode("a", add_special_tokens=False)[0]
+    # Beyond the walks of the process that tries grammars, which end at the first "b".
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=60,
+        logit_bias={token: 100},
+        structured_outputs={"grammar": grammar},
+    )
+    engine = llm.engine
+    engine.add_request("slow", None, [5, 6], params)
+    for i in range(beside):
+        engine.add_request(str(i), None, [5, 6], constrained(60, regex="[a-c]{60}"))
+    outputs: dict[str, Any] = {}
+    longest = 0.0
+    while engine.has_unfinished():
+        step = time.monotonic()
+        outputs |= {output.request_id: output for output in engine.step()}
+        longest = max(longest, time.monotonic() - step)
+    assert "grammar takes too long" in outputs["slow"].error
+    assert [len(outputs[str(i)].outputs[0].token_ids) for i in range(beside)] == [60] * beside
+    assert longest < 15
 
 
 class Silent:

@@ -259,9 +259,14 @@ class Engine:
                 error = no_token_error(sequence, flight.result.sample_logits[row])
                 self._fail(sequence.request, error)
                 continue
+            if sequence.sampling.overrun is not None:  # by the mask; to accept would take longer
+                self._fail(sequence.request, sequence.sampling.overrun)
+                continue
             self._generation_tokens += 1
             if self._completer.append(sequence, token, logprobs):
                 self.scheduler.finish(sequence)
+            elif sequence.sampling.overrun is not None:
+                self._fail(sequence.request, sequence.sampling.overrun)
             elif sequence.state is State.RUNNING:
                 self.scheduler.publish(sequence)
 
