@@ -4,13 +4,15 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import threading
 import time
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
-from vexpert.engine.grammar_probe import Probe, needs_probe
+from vexpert.engine.grammar_probe import Probe, always, needs_probe
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, StructuredOutputs
 from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
 from vexpert.errors import UnsupportedError
@@ -84,14 +86,26 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._making = threading.Lock()
 
-    def compile(self, wanted: StructuredOutputs) -> Any:
+    def is_quick(self, wanted: StructuredOutputs) -> bool:
+        """Whether `compile` need not try `wanted` in a process first."""
+        if not needs_probe(wanted):
+            return True
+        try:
+            _, _, probe = self._parts()
+        except UnsupportedError:
+            return True  # `compile` says so
+        return probe.has_passed(wanted)
+
+    def compile(self, wanted: StructuredOutputs, is_wanted: Callable[[], bool] = always) -> Any:
         """The compiled grammar, from the cache if it is there.
 
-        Raises RequestError for a constraint that is malformed or that no output can meet.
+        Raises RequestError for a constraint that is malformed or that no output can meet, and soon
+        after `is_wanted` says that nobody waits for it.
         """
         try:
-            compiler, pieces, probe = self._compiler
+            compiler, pieces, probe = self._parts()
         except UnsupportedError as error:
             raise wanted.refusal(str(error)) from error
         characters = JSON_CHARACTERS if wanted.kind in ("json", "json_object") else ""
@@ -99,7 +113,7 @@ class Grammars:
         if missing is not None:
             raise wanted.refusal(f"{wanted.kind}: this model's tokenizer cannot write {missing!r}")
         if needs_probe(wanted):
-            probe.check(wanted)
+            probe.check(wanted, is_wanted)
         try:
             return compile_text(
                 *(compiler, wanted.kind, wanted.text),
@@ -119,6 +133,10 @@ class Grammars:
         if not bool(unpack(mask, self._vocab_size).any()):
             raise wanted.refusal(f"{wanted.kind}: no token of this model can begin such an output")
         return Matcher(matcher)
+
+    def _parts(self) -> tuple[Any, list[bytes], Probe]:
+        with self._making:  # by several threads at once it would be made several times
+            return self._compiler
 
     @cached_property
     def _compiler(self) -> tuple[Any, list[bytes], Probe]:

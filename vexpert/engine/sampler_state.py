@@ -70,7 +70,6 @@ class SamplerState:
         """Whether biases, penalties or a grammar change the next logits."""
         return self._adjusts or self._num_output < self.params.min_tokens
 
-    @property
     def overrun(self) -> str | None:
         """Why the sequence cannot go on: its grammar takes too long."""
         return None if self.matcher is None else self.matcher.overrun
