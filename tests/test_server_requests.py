@@ -115,6 +115,7 @@ def test_what_has_no_tokens_is_400(fake_server: RunningServer, path: str, body: 
         (TEXT, {"model": BASE, "prompt": "a", "str": 1}, "unknown field 'str'"),
         (TEXT, {"model": BASE, "prompt": "a", "x[y]": 1}, "unknown field 'x[y]'"),
         (TEXT, {"model": BASE, "prompt": "a", "stream_options": {"int": 1}}, "stream_options.int"),
+        (CHAT, {"model": BASE, "messages": [{}] * 65537}, "messages: 65537 parts; send at most"),
         (TEXT, [], "the body must be a JSON object"),
         ("/tokenize", {}, "send one of prompt and messages"),
         ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "send one"),
