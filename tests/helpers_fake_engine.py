@@ -111,7 +111,10 @@ class FakeEngine:
         self._adapters: dict[str, AdapterInfo] = {}
         self._prompt_tokens = self._tokens = self._steps = 0
 
-    def prepare(self, params: SamplingParams) -> None:
+    def is_quick(self, params: SamplingParams) -> bool:
+        return True
+
+    def prepare(self, params: SamplingParams, is_wanted: Callable[[], bool]) -> None:
         """Nothing to compile: the fake engine constrains no text."""
 
     def adapter_folder(self, name: str) -> str | None:

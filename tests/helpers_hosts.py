@@ -34,7 +34,7 @@ class TouchyEngine(FakeEngine):
         if prompt == "hang":
             self.step_seconds = 3600
 
-    def prepare(self, params: SamplingParams) -> None:
+    def prepare(self, params: SamplingParams, is_wanted: Callable[[], bool]) -> None:
         if params.constraint is not None and params.constraint.text == "refused":
             raise params.constraint.refusal("regex: planted")
 

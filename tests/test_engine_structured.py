@@ -1,7 +1,9 @@
 """Structured output on the demo model: constrained answers are right, free ones as before."""
 
 import json
+import os
 import re
+import time
 from typing import Any
 
 import pytest
@@ -177,6 +179,42 @@ def test_what_kills_or_stalls_the_compiler_is_refused(
             llm.generate("x", SamplingParams(structured_outputs=kind))
     again = llm.generate("x", constrained(regex="[ab]c"))  # by a new process
     assert text_of(again[0]) in ("ac", "bc")
+
+
+def test_a_process_that_died_idle_tells_nothing_about_the_next_constraint(llm: LLM) -> None:
+    llm.generate("x", constrained(regex="[ab]d"))
+    _, _, probe = llm.engine._grammars._compiler
+    assert probe._process is not None
+    probe._process.kill()
+    os.waitid(os.P_PID, probe._process.pid, os.WEXITED | os.WNOWAIT)
+    assert text_of(llm.generate("x", constrained(regex="[ab]e"))[0]) in ("ae", "be")
+
+
+@pytest.mark.parametrize("beside", [0, 3])
+def test_a_grammar_whose_cost_explodes_ends_its_own_request(llm: LLM, beside: int) -> None:
+    rules = [f'a{i} ::= a{i + 1} | a{i + 1} a{i + 1} | ""' for i in range(300)]
+    grammar = "\n".join(['root ::= a0 "b"', *rules, 'a300 ::= "a" | ""'])
+    token = llm.engine.tokenizer.encode("a", add_special_tokens=False)[0]
+    # Beyond the walks of the process that tries grammars, which end at the first "b".
+    params = SamplingParams(
+        temperature=0,
+        max_tokens=60,
+        logit_bias={token: 100},
+        structured_outputs={"grammar": grammar},
+    )
+    engine = llm.engine
+    engine.add_request("slow", None, [5, 6], params)
+    for i in range(beside):
+        engine.add_request(str(i), None, [5, 6], constrained(60, regex="[a-c]{60}"))
+    outputs: dict[str, Any] = {}
+    longest = 0.0
+    while engine.has_unfinished():
+        step = time.monotonic()
+        outputs |= {output.request_id: output for output in engine.step()}
+        longest = max(longest, time.monotonic() - step)
+    assert "grammar takes too long" in outputs["slow"].error
+    assert [len(outputs[str(i)].outputs[0].token_ids) for i in range(beside)] == [60] * beside
+    assert longest < 15
 
 
 class Silent:

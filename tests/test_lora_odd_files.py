@@ -10,7 +10,7 @@ import torch
 from vexpert.demo import adapter_paths
 from vexpert.errors import AdapterError
 from vexpert.lora.files import INDEX, PICKLE, SAFETENSORS, read_tensors
-from vexpert.lora.json_files import read_json
+from vexpert.lora.json_files import MAX_BYTES, MAX_INDEX_BYTES, read_json
 from vexpert.lora.source import AdapterLoader, Source, check_path, observe
 from vexpert.lora.types import TargetMap
 
@@ -73,3 +73,14 @@ def test_files_written_again_with_their_size_and_time(tmp_path: Path) -> None:
 def test_an_empty_path_is_not_this_folder() -> None:
     with pytest.raises(AdapterError, match="path is empty"):
         check_path("")
+
+
+@pytest.mark.parametrize(
+    ("name", "most"), [("adapter_config.json", MAX_BYTES), (INDEX, MAX_INDEX_BYTES)]
+)
+def test_a_config_of_gigabytes_is_not_read(tmp_path: Path, name: str, most: int) -> None:
+    with (tmp_path / name).open("wb") as file:
+        file.truncate(16 * 2**30)
+    read = read_tensors if name == INDEX else lambda folder: read_json(folder / name)
+    with pytest.raises(AdapterError, match=f"more than {most} bytes"):
+        read(tmp_path)

@@ -109,6 +109,28 @@ def test_what_has_no_tokens_is_400(fake_server: RunningServer, path: str, body: 
     assert response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "body", "told"),
+    [
+        (TEXT, {"model": BASE, "prompt": "a", "str": 1}, "unknown field 'str'"),
+        (TEXT, {"model": BASE, "prompt": "a", "x[y]": 1}, "unknown field 'x[y]'"),
+        (TEXT, {"model": BASE, "prompt": "a", "stream_options": {"int": 1}}, "stream_options.int"),
+        (CHAT, {"model": BASE, "messages": [{}] * 65537}, "messages: 65537 parts; send at most"),
+        (TEXT, [], "the body must be a JSON object"),
+        ("/tokenize", {}, "send one of prompt and messages"),
+        ("/tokenize", {"prompt": "x", "messages": [{"role": "user", "content": "x"}]}, "send one"),
+        ("/detokenize", {"tokens": [10**9]}, "tokens: token 1000000000"),
+        ("/detokenize", {"tokens": [1] * 1000}, "tokens: the text has 1000 tokens"),
+    ],
+)
+def test_a_refusal_says_what_is_wrong(
+    fake_server: RunningServer, path: str, body: Any, told: str
+) -> None:
+    response = fake_server.post(path, json=body)
+    assert response.status_code == 400
+    assert told in response.json()["error"]["message"]
+
+
 def test_a_chat_template_that_is_a_pipe_hangs_nobody(fake: FakeEngine, tmp_path: Path) -> None:
     (tmp_path / "adapter_config.json").write_text("{}")
     os.mkfifo(tmp_path / "chat_template.jinja")

@@ -1,6 +1,8 @@
 """Chat templates of adapters: as transformers renders them, and in bounds whatever they do."""
 
 import json
+import os
+import signal
 import threading
 import time
 from collections.abc import Iterator
@@ -12,10 +14,12 @@ from helpers_server import BASE, FakeEngine, RunningServer, make_fake_engine, se
 from transformers import AutoTokenizer
 
 from vexpert import demo
+from vexpert.engine.template_errors import TEMPLATE_ERRORS
 from vexpert.errors import RequestError
 from vexpert.server import renderer, template_worker
 from vexpert.server.options import ServerOptions
 from vexpert.server.renderer import Renderer
+from vexpert.server.templates import adapter_template
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[dict[str, Any]] = [
@@ -84,6 +88,13 @@ def rendering() -> Iterator[Renderer]:
         ("{{ namespace(__class__=1) }}", "begin otherwise"),
         ("{{ dict.__subclasses__() }}", "no attribute"),
         ("{{ messages.append(1) }}", "unsafe"),
+        ("{{ '{5}'.format(1) }}", "index out of range"),
+        ("{% break %}", "break"),
+        ("{% for i in [1] %}" * 25 + "{% endfor %}" * 25, "nested"),
+        ("{{ dict(a=1, a=2) }}", "repeated"),
+        ("{% macro a(x, x) %}{% endmacro %}", "duplicate argument"),
+        ("{{ cycler().current }}", "at least one item"),
+        ("{{ 1e999 | int }}", "inf"),
     ],
 )
 def test_what_a_template_may_not_do_is_a_refusal(
@@ -109,6 +120,33 @@ def test_a_template_out_of_bounds_is_not_tried_again_at_once(
     monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 61)
     with pytest.raises(RequestError, match="takes more than"):
         rendering.submit(template, {}).result()
+
+
+def test_a_process_that_died_idle_is_replaced(rendering: Renderer) -> None:
+    assert rendering.submit("{{ 1 }}", {}).result() == "1"
+    for worker in rendering._workers:
+        if worker._process is not None:
+            os.kill(worker._process.pid, signal.SIGKILL)
+            os.waitid(os.P_PID, worker._process.pid, os.WEXITED | os.WNOWAIT)
+    assert [rendering.submit("{{ 2 }}", {}).result() for _ in range(4)] == ["2"] * 4
+
+
+@pytest.mark.parametrize("name", [["x"], {}, None, 1])
+def test_odd_names_of_templates(tmp_path: Path, name: Any) -> None:
+    odd = {"chat_template": [{"name": name, "template": "a"}]}
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(odd))
+    assert adapter_template(str(tmp_path)) is None
+    odd["chat_template"].append({"name": "default", "template": "b"})
+    (tmp_path / "tokenizer_config.json").write_text(json.dumps(odd))
+    assert adapter_template(str(tmp_path)) == "b"
+
+
+@pytest.mark.parametrize(
+    "template", ["{{ '{5}'.format(1) }}", "{% break %}", "{{ cycler().current }}"]
+)
+def test_the_operators_template_fails_with_its_reason(tokenizer: Any, template: str) -> None:
+    with pytest.raises(TEMPLATE_ERRORS):
+        tokenizer.apply_chat_template(MESSAGES, chat_template=template, tokenize=False)
 
 
 def test_no_secret_of_the_server_reaches_the_process(

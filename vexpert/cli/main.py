@@ -53,8 +53,8 @@ def build_parser() -> Parser:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code: 0, 1 when something failed, 2 for the caller's mistakes."""
-    args = build_parser().parse_args(arguments)
     try:
+        args = build_parser().parse_args(arguments)  # imports: a Ctrl-C may come meanwhile
         return int(importlib.import_module(args.module).run(args))
     except AdapterError as error:  # its lists of keys are lines of their own
         print(f"error: {error}", file=sys.stderr)

@@ -102,7 +102,9 @@ def _bind_and_serve(args: argparse.Namespace, boot: Boot) -> int:
         bound = bind(args.host, args.port)
     except OSError as error:
         return _say_cannot_bind(args, error)
-    for tree, level in (("vexpert", "INFO"), ("uvicorn", args.uvicorn_log_level.upper())):
+    # asyncio warns of every write to a client that left; the line of its request says that.
+    uvicorn_level = args.uvicorn_log_level.upper()
+    for tree, level in (("vexpert", "INFO"), ("uvicorn", uvicorn_level), ("asyncio", "ERROR")):
         set_up_logging(tree, level, args.log_format)
     with bound:
         return _serve(args, config, bound, boot)

@@ -4,6 +4,7 @@ import itertools
 import math
 import time
 from collections import Counter
+from collections.abc import Callable
 from functools import lru_cache
 from typing import Any
 
@@ -19,6 +20,7 @@ from vexpert.engine.detokenizer import Detokenizer
 from vexpert.engine.failure import no_token_error, not_finite_error
 from vexpert.engine.flight import Flight, may_overlap
 from vexpert.engine.grammar import Grammars, Matcher
+from vexpert.engine.grammar_probe import always
 from vexpert.engine.logprobs import token_logprobs
 from vexpert.engine.memory import decide_cache
 from vexpert.engine.outputs import EngineStats, RequestOutput
@@ -134,13 +136,18 @@ class Engine:
         for sequence in request.sequences:
             self.scheduler.add(sequence)
 
-    def prepare(self, params: SamplingParams) -> None:
+    def is_quick(self, params: SamplingParams) -> bool:
+        """Whether `prepare` needs no trial that may take long; in any thread."""
+        return params.constraint is None or self._grammars.is_quick(params.constraint)
+
+    def prepare(self, params: SamplingParams, is_wanted: Callable[[], bool] = always) -> None:
         """Compile what `params` constrain the output to, so that `add_request` finds it done.
 
-        May run beside `step`, in any thread. Raises RequestError.
+        May run beside `step`, in any thread. Raises RequestError, also soon after `is_wanted` says
+        that nobody waits for it any more.
         """
         if params.constraint is not None:
-            self._grammars.compile(params.constraint)
+            self._grammars.compile(params.constraint, is_wanted)
 
     def adapter_folder(self, name: str) -> str | None:
         """Folder of the newest version of an adapter, None if there is none; in any thread."""
@@ -259,9 +266,15 @@ class Engine:
                 error = no_token_error(sequence, flight.result.sample_logits[row])
                 self._fail(sequence.request, error)
                 continue
+            overrun = sequence.sampling.overrun()  # by the mask; to accept would take longer
+            if overrun is not None:
+                self._fail(sequence.request, overrun)
+                continue
             self._generation_tokens += 1
             if self._completer.append(sequence, token, logprobs):
                 self.scheduler.finish(sequence)
+            elif (overrun := sequence.sampling.overrun()) is not None:
+                self._fail(sequence.request, overrun)
             elif sequence.state is State.RUNNING:
                 self.scheduler.publish(sequence)
 

@@ -4,12 +4,15 @@ import importlib.metadata
 import importlib.util
 import os
 import re
+import threading
+import time
+from collections.abc import Callable
 from functools import cached_property, lru_cache
 from typing import Any
 
 import torch
 
-from vexpert.engine.grammar_probe import Probe, needs_probe
+from vexpert.engine.grammar_probe import Probe, always, needs_probe
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, StructuredOutputs
 from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
 from vexpert.errors import UnsupportedError
@@ -21,16 +24,56 @@ CACHE_BYTES = 256 * 2**20  # of compiled grammars, the least recently used go fi
 BITS = 32  # of one word of a mask
 
 
+MAX_CALL_SECONDS = 1.0  # of the processor, for one token of one sequence
+MAX_LOAD_SECONDS = 2.0  # of the decayed sum over a sequence's tokens: 0.2 s for each
+DECAY = 0.9  # of that sum, a call
+SUSPECT_SECONDS = 0.1  # by the clock, for a step's masks: the next ones are measured alone
+ALONE = 8  # masks
+
+
 class Matcher:
-    """One sequence's place in its grammar."""
+    """One sequence's place in its grammar, and what the way there took.
+
+    A grammar's cost may double with every token, and every request of the step waits for it. A call
+    cannot be interrupted; `overrun` tells after the first that was too long.
+    """
 
     def __init__(self, matcher: Any) -> None:
         self.state = matcher  # xgrammar.GrammarMatcher
+        self.overrun: str | None = None  # why the request must end
+        self._load = 0.0  # seconds
+        self._alone = 0  # masks that are still to be measured alone
 
     def accept(self, token: int) -> None:
         """Move on by a sampled token, which the last mask has allowed."""
+        begun = time.thread_time()
         accepted = self.state.accept_token(token)
+        self._count(time.thread_time() - begun)
         assert accepted, f"token {token} is outside the grammar"
+
+    @property
+    def is_suspect(self) -> bool:
+        """Whether the next mask is to be filled alone: of a batch nobody knows whose takes long."""
+        return self._alone > 0
+
+    def suspect(self) -> None:
+        """Let the next masks be filled alone."""
+        self._alone = ALONE
+
+    def fill(self, mask: torch.Tensor, row: int) -> None:
+        """Write what may come next into `mask[row]`, int32 [k, ceil(vocab_size / 32)]."""
+        self._alone = max(0, self._alone - 1)
+        begun = time.thread_time()
+        self.state.fill_next_token_bitmask(mask, row)
+        self._count(time.thread_time() - begun)
+
+    def _count(self, seconds: float) -> None:
+        self._load = DECAY * self._load + seconds
+        if seconds > MAX_CALL_SECONDS or self._load > MAX_LOAD_SECONDS:
+            self.overrun = (
+                f"structured_outputs: the grammar takes too long: {seconds:.1f} seconds for a "
+                "token; simplify it, and leave out alternatives that can match the same text"
+            )
 
 
 class Grammars:
@@ -43,14 +86,26 @@ class Grammars:
         self._tokenizer = tokenizer
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
+        self._making = threading.Lock()
 
-    def compile(self, wanted: StructuredOutputs) -> Any:
+    def is_quick(self, wanted: StructuredOutputs) -> bool:
+        """Whether `compile` need not try `wanted` in a process first."""
+        if not needs_probe(wanted):
+            return True
+        try:
+            _, _, probe = self._parts()
+        except UnsupportedError:
+            return True  # `compile` says so
+        return probe.has_passed(wanted)
+
+    def compile(self, wanted: StructuredOutputs, is_wanted: Callable[[], bool] = always) -> Any:
         """The compiled grammar, from the cache if it is there.
 
-        Raises RequestError for a constraint that is malformed or that no output can meet.
+        Raises RequestError for a constraint that is malformed or that no output can meet, and soon
+        after `is_wanted` says that nobody waits for it.
         """
         try:
-            compiler, pieces, probe = self._compiler
+            compiler, pieces, probe = self._parts()
         except UnsupportedError as error:
             raise wanted.refusal(str(error)) from error
         characters = JSON_CHARACTERS if wanted.kind in ("json", "json_object") else ""
@@ -58,7 +113,7 @@ class Grammars:
         if missing is not None:
             raise wanted.refusal(f"{wanted.kind}: this model's tokenizer cannot write {missing!r}")
         if needs_probe(wanted):
-            probe.check(wanted)
+            probe.check(wanted, is_wanted)
         try:
             return compile_text(
                 *(compiler, wanted.kind, wanted.text),
@@ -78,6 +133,10 @@ class Grammars:
         if not bool(unpack(mask, self._vocab_size).any()):
             raise wanted.refusal(f"{wanted.kind}: no token of this model can begin such an output")
         return Matcher(matcher)
+
+    def _parts(self) -> tuple[Any, list[bytes], Probe]:
+        with self._making:  # by several threads at once it would be made several times
+            return self._compiler
 
     @cached_property
     def _compiler(self) -> tuple[Any, list[bytes], Probe]:
@@ -135,11 +194,15 @@ def fill_mask(matchers: list[Matcher], vocab_size: int) -> torch.Tensor:
     import xgrammar
 
     mask: torch.Tensor = xgrammar.allocate_token_bitmask(len(matchers), vocab_size)
-    states = [matcher.state for matcher in matchers]
-    if len(states) == 1:
-        states[0].fill_next_token_bitmask(mask)
-    else:
-        _batch_matcher().batch_fill_next_token_bitmask(states, mask)
+    if len(matchers) == 1 or any(matcher.is_suspect for matcher in matchers):
+        for row, matcher in enumerate(matchers):
+            matcher.fill(mask, row)
+        return mask
+    begun = time.perf_counter()
+    _batch_matcher().batch_fill_next_token_bitmask([matcher.state for matcher in matchers], mask)
+    if time.perf_counter() - begun > SUSPECT_SECONDS:
+        for matcher in matchers:
+            matcher.suspect()
     return mask
 
 

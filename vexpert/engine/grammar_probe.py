@@ -14,8 +14,10 @@ import signal
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from collections import OrderedDict
+from collections.abc import Callable
 from typing import IO, Any
 
 from vexpert.engine.structured_outputs import StructuredOutputs
@@ -25,7 +27,14 @@ SECONDS = 10  # for one constraint
 MAX_BYTES = 4 * 2**30  # of memory
 WALKS, STEPS = 4, 64  # random texts that are tried, and tokens of each
 REMEMBERED = 4096
+POLL_SECONDS = 0.1  # between two looks at whether somebody waits still
+NOT_WANTED = "nobody waits for it any more"
 COMMAND = "from vexpert.engine.grammar_probe import main; main()"
+
+
+def always() -> bool:
+    """Somebody waits for the outcome."""
+    return True
 
 
 def needs_probe(wanted: StructuredOutputs) -> bool:
@@ -44,31 +53,50 @@ class Probe:
     def __init__(self, pieces: list[bytes], eos_token_ids: tuple[int, ...]) -> None:
         words = [base64.b64encode(piece).decode() for piece in pieces]
         self._hello = json.dumps({"pieces": words, "eos": eos_token_ids}).encode() + b"\n"
-        self._lock = threading.Lock()
+        self._lock = threading.Lock()  # of the process
+        self._noting = threading.Lock()  # of what has passed: a step must not wait for the process
         self._process: subprocess.Popen[bytes] | None = None
         self._passed: OrderedDict[str, None] = OrderedDict()
 
-    def check(self, wanted: StructuredOutputs) -> None:
-        """Raise RequestError for a constraint that cannot be compiled in bounds."""
-        task = json.dumps([wanted.kind, wanted.text, wanted.strict, wanted.disable_any_whitespace])
-        with self._lock:
+    def has_passed(self, wanted: StructuredOutputs) -> bool:
+        """Whether `check` is done; it is then remembered for longer."""
+        task = _task(wanted)
+        with self._noting:
             if task in self._passed:
                 self._passed.move_to_end(task)
+            return task in self._passed
+
+    def check(self, wanted: StructuredOutputs, is_wanted: Callable[[], bool] = always) -> None:
+        """Raise RequestError for a constraint that cannot be compiled in bounds.
+
+        Also soon after `is_wanted` says that nobody waits for it.
+        """
+        if self.has_passed(wanted):
+            return
+        with self._lock:
+            if self.has_passed(wanted):
                 return
-            answer = self._ask(task, wanted)
-            if answer != "ok":
-                raise wanted.refusal(f"{wanted.kind}: {answer}")
-            self._passed[task] = None
+            answer = self._ask(_task(wanted), wanted, is_wanted)
+        if answer != "ok":
+            raise wanted.refusal(f"{wanted.kind}: {answer}")
+        with self._noting:
+            self._passed[_task(wanted)] = None
             if len(self._passed) > REMEMBERED:
                 self._passed.popitem(last=False)
 
-    def _ask(self, task: str, wanted: StructuredOutputs) -> str:
+    def _ask(self, task: str, wanted: StructuredOutputs, is_wanted: Callable[[], bool]) -> str:
+        if not is_wanted():
+            return NOT_WANTED
+        if self._process is not None and self._process.poll() is not None:
+            self._end()  # while it had nothing to do: that tells nothing about this constraint
         process = self._process or self._start(wanted)
-        answer = _exchange(process, task.encode() + b"\n", SECONDS)
+        answer = _exchange(process, task.encode() + b"\n", SECONDS, is_wanted)
         if answer is not None:
             return answer
         is_alive = process.poll() is None
         self._end()
+        if not is_wanted():
+            return NOT_WANTED
         if is_alive:
             return f"compiling takes more than {SECONDS} seconds; simplify it"
         return "the compiler cannot take it; simplify it, and leave out repetitions of itself"
@@ -95,8 +123,18 @@ class Probe:
         self._process = None
 
 
-def _exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -> str | None:
-    """Send a line and read one; None after `seconds`, or when the process has ended."""
+def _task(wanted: StructuredOutputs) -> str:
+    """The line that asks for `wanted`."""
+    return json.dumps([wanted.kind, wanted.text, wanted.strict, wanted.disable_any_whitespace])
+
+
+def _exchange(
+    process: "subprocess.Popen[bytes]",
+    line: bytes,
+    seconds: float,
+    is_wanted: Callable[[], bool] = always,
+) -> str | None:
+    """Send a line and read one; None after `seconds`, unwanted, or when the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
     try:
@@ -105,8 +143,10 @@ def _exchange(process: "subprocess.Popen[bytes]", line: bytes, seconds: float) -
     except BrokenPipeError:
         process.wait()
         return None
-    if not select.select([process.stdout], [], [], seconds)[0]:
-        return None
+    end = time.monotonic() + seconds
+    while not select.select([process.stdout], [], [], min(POLL_SECONDS, seconds))[0]:
+        if time.monotonic() >= end or not is_wanted():
+            return None
     answer = process.stdout.readline()
     if not answer:
         process.wait()

@@ -70,6 +70,10 @@ class SamplerState:
         """Whether biases, penalties or a grammar change the next logits."""
         return self._adjusts or self._num_output < self.params.min_tokens
 
+    def overrun(self) -> str | None:
+        """Why the sequence cannot go on: its grammar takes too long."""
+        return None if self.matcher is None else self.matcher.overrun
+
     def biases(self) -> dict[int, float]:
         """What to add to the next logits, by token; stop tokens before min_tokens get -inf."""
         if self._num_output >= self.params.min_tokens:

@@ -13,7 +13,7 @@ import torch
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.header import Entry, parse_header
-from vexpert.lora.json_files import check_pointer, check_regular, read_json
+from vexpert.lora.json_files import MAX_INDEX_BYTES, check_pointer, check_regular, read_json
 from vexpert.lora.key_lists import counted, key_lines
 from vexpert.lora.parallel import run_all
 
@@ -164,7 +164,7 @@ def _state(stat: os.stat_result) -> tuple[int, int, int]:
 
 
 def _read_shards(folder: Path) -> Tensors:
-    weight_map = read_json(folder / INDEX).get("weight_map")
+    weight_map = read_json(folder / INDEX, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
         raise AdapterError(f"{folder / INDEX}: weight_map must be an object of key: file name")
     tensors: Tensors = {}

@@ -31,11 +31,18 @@ def check_pointer(path: Path, head: bytes) -> None:
         )
 
 
-def read_json(path: Path) -> dict[str, Any]:
-    """A JSON object from a file; AdapterError when it is missing, broken, or not an object."""
+MAX_BYTES = 4 * 2**20  # of a config: one with a pattern for each of 128 experts in 94 layers fits
+MAX_INDEX_BYTES = 64 * 2**20  # of an index, which names every tensor
+
+
+def read_json(path: Path, most: int = MAX_BYTES) -> dict[str, Any]:
+    """A JSON object from a file; AdapterError when it is missing, broken, or not an object.
+
+    Also for one of more than `most` bytes: parsed, they take many times that memory.
+    """
     try:
         check_regular(path)
-        text = path.read_text(encoding="utf-8")
+        text = _read_text(path, most)
         check_pointer(path, text[:100].encode())
         raw = parse_json(text)
     except AdapterError:
@@ -52,6 +59,17 @@ def read_json(path: Path) -> dict[str, Any]:
     if not isinstance(raw, dict):
         raise AdapterError(f"{path} holds a JSON {type(raw).__name__}, not an object")
     return raw
+
+
+def _read_text(path: Path, most: int) -> str:
+    with path.open("rb") as file:
+        content = file.read(most + 1)
+    if len(content) > most:
+        raise AdapterError(
+            f"{path} has more than {most} bytes, and such a file has far fewer; save the adapter "
+            "again"
+        )
+    return content.decode("utf-8")
 
 
 def parse_json(text: str) -> Any:

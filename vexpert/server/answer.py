@@ -88,7 +88,8 @@ async def answer(
     usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts), trace)
     try:
         if job.stream:
-            generation = await Generation.start(engine, job, request.scope[ENDS])
+            start = Generation.start(engine, job, request.scope[ENDS])
+            generation = await until_disconnect(request.receive, start)
             events = _events(generation, formatter, usage, engine.keep_alive)
 
             def end() -> None:

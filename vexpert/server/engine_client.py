@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from vexpert.lora.info import AdapterInfo
 
 logger = get_logger(__name__)
-COMPILE_SECONDS = 90  # with the start of the process that tries constraints
+QUEUE_SECONDS = 90  # for a constraint to be compiled, with those before it
 RESTART_WINDOW = 600.0  # seconds in which restarts are counted
 LAST_WORDS = 1.0  # seconds between the end of the connection and that of the engine
 STOP_SECONDS = 5.0  # for the engine to end by itself
@@ -136,14 +136,23 @@ class AsyncEngine:
             raise OverloadedError(message)
 
     async def prepare(self, params: "SamplingParams") -> None:
-        """Compile the constraint of `params` beside the steps. Raises RequestError."""
+        """Compile the constraint of `params` beside the steps. Raises RequestError.
+
+        OverloadedError where too many others wait before it. If the caller is cancelled, it is
+        not compiled.
+        """
         if params.constraint is None:
             return
+        link, key = self._connected(), next(self._numbers)
+        done = link.call("call", "prepare", [params_fields(params), key])
         try:
-            await asyncio.wait_for(self._call("prepare", params_fields(params)), COMPILE_SECONDS)
-        except TimeoutError:
-            rule = f"compiling takes more than {COMPILE_SECONDS} seconds; simplify it"
-            raise params.constraint.refusal(rule) from None
+            await asyncio.wait_for(done, QUEUE_SECONDS)
+        except TimeoutError:  # the engine bounds the time of each alone
+            message = f"the constraint waits for {QUEUE_SECONDS} seconds behind others"
+            raise OverloadedError(f"{message}; try again later") from None
+        finally:
+            if done.cancelled():
+                link.post("drop", key)
 
     def cut(self, message: str) -> None:
         """Abort every request; each gets a ShuttingDownError that says `message`."""

@@ -44,6 +44,7 @@ class Link(asyncio.Protocol):
         """Send a message that has a reply. The future raises what the engine raised."""
         number, future = next(self._numbers), self._loop.create_future()
         self._calls[number] = future
+        future.add_done_callback(lambda _: self._calls.pop(number, None))  # also if cancelled
         self.post(kind, number, *rest)
         return future
 

@@ -9,15 +9,16 @@ import socket
 import threading
 from collections import deque
 from collections.abc import Callable
-from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from typing import Any
 
 from vexpert.errors import VexpertError
 from vexpert.log import get_logger
+from vexpert.server.constraints import Constraints
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deltas import Progress
 from vexpert.server.interface import UNUSABLE, EngineFacts, EngineProtocol
+from vexpert.server.progress import OverloadedError
 from vexpert.server.wire import (
     READ_BYTES,
     Message,
@@ -66,7 +67,7 @@ class EngineLoop:
         self._stopping = False
         self._turns = 0  # begun by the thread that steps
         self._is_idle = True
-        self._compiling = ThreadPoolExecutor(2, thread_name_prefix="vexpert-grammar")
+        self._constraints = Constraints(self._reply)
         self._calling = DaemonPool(ADAPTER_CALLS, "vexpert-adapter-call")
         self._progress: dict[int, Progress] = {}  # by key; of the engine's thread alone
         self._keys: dict[str, int] = {}
@@ -103,7 +104,7 @@ class EngineLoop:
             self.send("failed", f"the engine failed: {type(error).__name__}: {error}")
             return False
         finally:
-            self._compiling.shutdown(wait=False, cancel_futures=True)
+            self._constraints.close()
             self._calling.close()
         for progress in self._progress.values():
             engine.abort(progress.request_id)
@@ -137,33 +138,38 @@ class EngineLoop:
             self.stop()
         elif message[0] == "beat":
             self.send("beat", self._turns, self._is_idle)
+        elif message[0] == "drop":
+            self._constraints.drop(message[1])
+        elif message[0] == "call" and message[2] == "prepare":
+            fields, key = message[3]
+            self._constraints.submit(self.engine, message[1], fields, key)
         elif message[0] == "call" and message[2] in QUICK:
             self._answer(*message[1:])
         elif message[0] == "call" and message[2] in BESIDE:
-            self._run_beside(*message[1:])
+            self._calling.submit(self._answer, *message[1:])
         else:
             with self._wake:
                 self._commands.append(message)
                 self._wake.notify()
 
-    def _run_beside(self, call: int, method: str, arguments: list[Any]) -> None:
-        pool = self._compiling if method == "prepare" else self._calling
-        pool.submit(self._answer, call, method, arguments)
-
     def _answer(self, call: int, method: str, arguments: list[Any]) -> None:
         """Run a method and reply; any thread."""
+        self._reply(call, method, lambda: METHODS[method](self.engine, *arguments))
+        if method == "unload":
+            with self._wake:
+                self._wake.notify()  # a deadline may have come
+
+    def _reply(self, call: int, method: str, work: Callable[[], Any]) -> None:
+        """Run `work` and reply with its outcome; any thread."""
         try:
-            value = METHODS[method](self.engine, *arguments)
-        except (VexpertError, OSError) as error:
+            value = work()
+        except (VexpertError, OSError, OverloadedError) as error:
             self.send("reply", call, error_fields(error), None)
         except Exception as error:
             logger.exception("a call of the engine met an unexpected error: %s", method)
             self.send("reply", call, error_fields(error), None)
         else:
             self.send("reply", call, None, value)
-        if method == "unload":
-            with self._wake:
-                self._wake.notify()  # a deadline may have come
 
     # The engine's thread.
 
@@ -233,11 +239,10 @@ def _unload(engine: EngineProtocol, name: str, drain_seconds: float | None) -> N
 METHODS: dict[str, Callable[..., Any]] = {
     "adapters": lambda engine: [info_fields(info) for info in engine.adapters()],
     "adapter_folder": lambda engine, name: engine.adapter_folder(name),
-    "prepare": lambda engine, params: engine.prepare(read_params(params)),
     "load": _load,
     "unload": _unload,
     "stats": lambda engine: stats_fields(engine.stats()),
     "check_integrity": lambda engine: engine.check_integrity(),
 }
 QUICK = ("adapters", "adapter_folder")  # run by the reading thread itself
-BESIDE = ("prepare", "load", "unload")  # on threads of their own
+BESIDE = ("load", "unload")  # on threads of their own

@@ -1,7 +1,7 @@
 """What the server needs of an engine, of the place it runs in, and of its tokenizer."""
 
 import socket
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -29,7 +29,7 @@ class Tokenizer(Protocol):
 
 
 class EngineProtocol(Protocol):
-    """An engine. Only the calls about adapters and `prepare` may run beside `step`."""
+    """An engine. Only the calls about adapters, `is_quick` and `prepare` may run beside `step`."""
 
     config: "EngineConfig"
     max_model_len: int  # tokens of prompt and output together
@@ -42,8 +42,14 @@ class EngineProtocol(Protocol):
     def model_info(self) -> "ModelInfo":
         """Facts of the loaded model."""
 
-    def prepare(self, params: "SamplingParams") -> None:
-        """Compile what `params` constrain the output to. Raises RequestError."""
+    def is_quick(self, params: "SamplingParams") -> bool:
+        """Whether `prepare` needs no trial that may take long."""
+
+    def prepare(self, params: "SamplingParams", is_wanted: Callable[[], bool]) -> None:
+        """Compile what `params` constrain the output to. Raises RequestError.
+
+        Also soon after `is_wanted` says no.
+        """
 
     def adapter_folder(self, name: str) -> str | None:
         """Folder of the newest version of an adapter; None if there is none."""

@@ -149,15 +149,16 @@ class PromptBuilder:
 
     def _too_long(self, length: str, param: str) -> RequestError:
         limit = f"the model takes {self._max_model_len} tokens with the answer"
-        return RequestError(f"{param}: the prompt has {length}, and {limit}; shorten it", param)
+        what = "the text" if param == "tokens" else "the prompt"
+        return RequestError(f"{param}: {what} has {length}, and {limit}; shorten it", param)
 
-    def _check_ids(self, token_ids: list[int]) -> list[int]:
+    def _check_ids(self, token_ids: list[int], param: str = "prompt") -> list[int]:
         if len(token_ids) > self._max_model_len:
-            raise self._too_long(f"{len(token_ids)} tokens", "prompt")
+            raise self._too_long(f"{len(token_ids)} tokens", param)
         for token in token_ids:
             if not 0 <= token < self._vocab_size:
                 rule = f"token ids go from 0 to {self._vocab_size - 1}"
-                raise RequestError(f"prompt: token {token}: {rule}", "prompt")
+                raise RequestError(f"{param}: token {token}: {rule}", param)
         return token_ids
 
     async def pieces(self, token_ids: list[int]) -> list[str]:
@@ -167,7 +168,7 @@ class PromptBuilder:
 
     async def text(self, token_ids: list[int]) -> str:
         """The text of `token_ids`. Raises RequestError."""
-        work = lambda: self.decode(self._check_ids(token_ids))  # noqa: E731
+        work = lambda: self.decode(self._check_ids(token_ids, "tokens"))  # noqa: E731
         return await self._on_thread(work)
 
     def decode(self, token_ids: list[int]) -> str:

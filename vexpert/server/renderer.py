@@ -34,7 +34,12 @@ class _Worker:
         self._process: subprocess.Popen[str] | None = None
 
     def ask(self, task: str) -> dict[str, str] | None:
-        """The answer to one line; None: the process had to be ended, or ended itself."""
+        """The answer to one line; None: the process had to be ended, or ended itself.
+
+        One that ended while it had nothing to do tells nothing about this line.
+        """
+        if self._process is not None and self._process.poll() is not None:
+            self._drop()
         process = self._process or self._start()
         assert process.stdin is not None
         assert process.stdout is not None
@@ -49,11 +54,14 @@ class _Worker:
         finally:
             timer.cancel()
         if not answer.endswith("\n"):
-            self._finalizer()
-            self._process = None
+            self._drop()
             return None
         found: dict[str, str] = json.loads(answer)
         return found
+
+    def _drop(self) -> None:
+        self._finalizer()
+        self._process = None
 
     def _start(self) -> "subprocess.Popen[str]":
         kept = {name: os.environ[name] for name in KEPT_VARIABLES if name in os.environ}

@@ -41,7 +41,11 @@ def _read(folder: str, stamps: tuple[tuple[int, int] | None, ...]) -> str | None
         if stamp[1] > MAX_BYTES:
             raise _broken(file, f"more than {MAX_BYTES} bytes")
         try:
-            text = file.read_text(encoding="utf-8")
+            with file.open("rb") as opened:
+                content = opened.read(MAX_BYTES + 1)
+            if len(content) > MAX_BYTES:  # it grew since
+                raise _broken(file, f"more than {MAX_BYTES} bytes")
+            text = content.decode("utf-8").replace("\r\n", "\n").replace("\r", "\n")
             template = text if name.endswith(".jinja") else _template_in(json.loads(text))
         except (OSError, ValueError, RecursionError) as error:
             raise _broken(file, str(error)) from error
@@ -54,8 +58,9 @@ def _template_in(config: Any) -> str | None:
     """The template of a tokenizer_config.json; of several, the one named default."""
     found = config.get("chat_template") if isinstance(config, dict) else None
     if isinstance(found, list):
-        named = {entry.get("name"): entry for entry in found if isinstance(entry, dict)}
-        found = named.get("default", {}).get("template")
+        named = [entry for entry in found if isinstance(entry, dict)]
+        default = [entry for entry in named if entry.get("name") == "default"]
+        found = default[-1].get("template") if default else None
     return found if isinstance(found, str) else None
 
 

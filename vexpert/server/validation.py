@@ -15,12 +15,12 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
     Of a union's branches, the deepest finding is of the branch that the caller meant.
     """
     error = max(errors, key=lambda each: len(each["loc"]))
-    path = [part for part in error["loc"][1:] if not _is_branch(part)]
+    path = _fields(error)
     if error["type"] == "json_invalid":
         cause = error["ctx"]["error"]
         return f"the body is not valid JSON: {cause} at character {error['loc'][-1]}", None
     if not path:
-        return NOT_AN_OBJECT, None
+        return (str(error["msg"]) if error["type"] == "refused" else NOT_AN_OBJECT), None
     name = _dotted(path)
     if error["type"] == "extra_forbidden":
         return f"unknown field {name!r}{_hint(str(path[-1]))}", name
@@ -28,6 +28,14 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
         return f"field {name!r} is missing", name
     message = str(error["msg"])
     return f"{name}: {message[:1].lower()}{message[1:]}", name
+
+
+def _fields(error: Any) -> list[str | int]:
+    """The path of an error's field, without the branches of unions on the way."""
+    path = [*error["loc"][1:]]
+    is_own = error["type"] in ("extra_forbidden", "missing")  # the last part is a field's name
+    last = path[-1:] if is_own else []
+    return [part for part in path[: len(path) - len(last)] if not _is_branch(part)] + last
 
 
 def _is_branch(part: object) -> bool:

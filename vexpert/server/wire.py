@@ -33,7 +33,7 @@ from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError, VexpertError
 from vexpert.lora.info import AdapterInfo, TierUsage
-from vexpert.server.progress import EngineCallError
+from vexpert.server.progress import EngineCallError, OverloadedError
 
 Message = list[Any]
 SURROGATES = "surrogatepass"  # a client's JSON may hold halves of characters
@@ -87,11 +87,11 @@ def first_message(sock: socket.socket, silence: float | None = None) -> Message 
 
 # Errors: (class, message, field of the request or None).
 
-_ERRORS: dict[str, type[VexpertError]] = {
+_ERRORS: dict[str, type[Exception]] = {
     name: kind
     for name, kind in vars(errors).items()
     if isinstance(kind, type) and issubclass(kind, VexpertError)
-}
+} | {"OverloadedError": OverloadedError}
 
 
 def error_fields(error: Exception) -> tuple[str, str, str | None]:

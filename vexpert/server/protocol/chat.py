@@ -6,8 +6,9 @@ from pydantic import Field, model_validator
 
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError
-from vexpert.server.protocol.fields import Positive, StrictModel, TopCount, only, refusal
+from vexpert.server.protocol.fields import Positive, StrictModel, TopCount, at_most, only, refusal
 from vexpert.server.protocol.message import (
+    MAX_MESSAGES,
     OLD_FUNCTIONS,
     TEXT_ONLY,
     Message,
@@ -52,7 +53,7 @@ class ResponseFormat(StrictModel):
 class ChatCompletionRequest(SamplingFields):
     """A chat request: OpenAI's fields and vLLM's."""
 
-    messages: Annotated[list[Message], Field(min_length=1)]
+    messages: Annotated[list[Message], Field(min_length=1), at_most(MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = None
     logprobs: bool | None = None

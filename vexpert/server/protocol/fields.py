@@ -2,7 +2,7 @@
 
 from typing import Annotated, Any
 
-from pydantic import AfterValidator, BaseModel, ConfigDict, Field
+from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
 from pydantic_core import PydanticCustomError
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -20,6 +20,17 @@ class StrictModel(BaseModel):
 def refusal(reason: str) -> PydanticCustomError:
     """A validation error in the server's own words."""
     return PydanticCustomError("refused", "{reason}", {"reason": reason})
+
+
+def at_most(count: int) -> BeforeValidator:
+    """Refuse a list of more parts before each of them is looked at, which takes seconds."""
+
+    def check(value: Any) -> Any:
+        if isinstance(value, list) and len(value) > count:
+            raise refusal(f"{len(value)} parts; send at most {count}")
+        return value
+
+    return BeforeValidator(check)
 
 
 def only(reason: str, *neutral: object) -> AfterValidator:

@@ -4,8 +4,8 @@ from typing import Annotated, Any
 
 from pydantic import BaseModel, Field, model_validator
 
-from vexpert.server.protocol.fields import Int64, StrictModel, refusal
-from vexpert.server.protocol.message import Message
+from vexpert.server.protocol.fields import Int64, StrictModel, at_most, refusal
+from vexpert.server.protocol.message import MAX_MESSAGES, Message
 from vexpert.server.protocol.tools import Tools
 
 MAX_TOKENS = 2**20
@@ -16,7 +16,7 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = None  # an adapter may ship a chat template of its own
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1)] | None = None
+    messages: Annotated[list[Message], Field(min_length=1), at_most(MAX_MESSAGES)] | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None

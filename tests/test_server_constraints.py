@@ -1,0 +1,126 @@
+"""Constraints that take long hold up neither others nor each other once nobody waits."""
+
+import threading
+import time
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+from helpers_server import wait_for
+
+from vexpert import SamplingParams
+from vexpert.engine.grammar_probe import Probe
+from vexpert.engine.structured_outputs import StructuredOutputs
+from vexpert.errors import RequestError
+from vexpert.server import constraints
+from vexpert.server.constraints import Constraints
+from vexpert.server.progress import OverloadedError
+from vexpert.server.wire import params_fields
+
+
+class SlowEngine:
+    """Compiles expressions until it may end, and choices at once."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+        self.ended: list[str] = []
+        self.may_end = threading.Event()
+
+    def is_quick(self, params: SamplingParams) -> bool:
+        if params.constraint is not None and params.constraint.text == "broken":
+            raise KeyError("planted")
+        return params.constraint is None or params.constraint.kind == "choice"
+
+    def prepare(self, params: SamplingParams, is_wanted: Callable[[], bool]) -> None:
+        assert params.constraint is not None
+        self.begun.append(params.constraint.text)
+        while not (self.is_quick(params) or self.may_end.is_set()) and is_wanted():
+            time.sleep(0.001)
+        self.ended.append(params.constraint.text)
+
+
+class Asked:
+    """Jobs and what was replied to each, by key."""
+
+    def __init__(self) -> None:
+        self.engine = SlowEngine()
+        self.constraints = Constraints(self._reply)
+        self.replies: dict[int, Exception | None] = {}
+
+    def _reply(self, call: int, method: str, work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except Exception as error:  # noqa: BLE001 - looked at by the test
+            self.replies[call] = error
+        else:
+            self.replies[call] = None
+
+    def ask(self, key: int, **kind: Any) -> None:
+        fields = params_fields(SamplingParams(structured_outputs=kind))
+        self.constraints.submit(self.engine, key, fields, key)  # type: ignore[arg-type]
+
+
+@pytest.fixture
+def asked() -> Iterator[Asked]:
+    made = Asked()
+    yield made
+    made.engine.may_end.set()
+    made.constraints.close()
+
+
+def test_who_leaves_holds_up_nobody(asked: Asked) -> None:
+    for key in range(5):
+        asked.ask(key, regex=f"slow{key}")
+    wait_for(lambda: asked.engine.begun == ["slow0"])
+    asked.ask(5, choice=["a"])
+    wait_for(lambda: 5 in asked.replies)  # a choice waits for none of them
+    assert asked.engine.begun[0] == "slow0"
+    assert len(asked.engine.begun) == 2
+    wait_for(lambda: len(asked.constraints._waiting) == 5)
+    for key in range(4):
+        asked.constraints.drop(key)
+    wait_for(lambda: asked.engine.begun[-1] == "slow4")
+    assert len(asked.engine.begun) == 3  # those that waited never began
+    asked.engine.may_end.set()
+    wait_for(lambda: 4 in asked.replies)
+    assert not asked.constraints._wanted
+
+
+def test_what_others_wait_for_goes_on(asked: Asked) -> None:
+    asked.ask(0, regex="same")
+    asked.ask(1, regex="same")
+    wait_for(lambda: len(asked.engine.begun) == 1 and len(asked.constraints._waiting) == 2)
+    asked.constraints.drop(0)
+    time.sleep(0.05)
+    assert not asked.engine.ended
+    asked.engine.may_end.set()
+    wait_for(lambda: 1 in asked.replies)
+
+
+def test_a_full_queue_refuses_what_is_new(asked: Asked, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(constraints, "MAX_WAITING", 2)
+    asked.ask(0, regex="slow0")
+    asked.ask(1, regex="slow1")
+    wait_for(lambda: len(asked.constraints._waiting) == 2)
+    asked.ask(2, regex="slow1")  # the same as one that waits
+    wait_for(lambda: len(asked.constraints._waiting) == 3)
+    asked.ask(3, regex="slow3")
+    wait_for(lambda: 3 in asked.replies)
+    assert isinstance(asked.replies[3], OverloadedError)
+
+
+def test_an_error_reaches_its_caller(asked: Asked) -> None:
+    asked.ask(0, regex="broken")
+    wait_for(lambda: 0 in asked.replies)
+    assert isinstance(asked.replies[0], KeyError)
+
+
+def test_a_trial_ends_when_nobody_waits() -> None:
+    pytest.importorskip("xgrammar")
+    probe = Probe([bytes([code]) for code in range(32, 127)] + [b""], (95,))
+    probe.check(StructuredOutputs(regex="a"))  # it has started
+    slow = StructuredOutputs(regex="((a?b?c?d?e?f?g?h?){1,400}x){1,20}")
+    begun = time.monotonic()
+    with pytest.raises(RequestError, match="nobody waits"):
+        probe.check(slow, lambda: time.monotonic() < begun + 0.3)
+    assert time.monotonic() < begun + 4
