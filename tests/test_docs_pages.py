@@ -155,7 +155,11 @@ def test_flags_and_links_of_every_page(page: str) -> None:
 
 
 FILE = re.compile(r"(?<![\w/.{-])(?:[\w.-]+/)*[\w-]+\.(?:py|md|json|js|yaml|csv|toml)\b")
-OTHERS = {"out.json", "plans.json", "automodel_peft_config.json"}  # what a command writes; a trainer's file
+OTHERS = {
+    "out.json",
+    "plans.json",
+    "automodel_peft_config.json",
+}  # what a command writes; a trainer's file
 PLACES = [ROOT / name for name in ("docs", "vexpert", "tests", "bench", "scripts", "deploy")]
 KNOWN = [f"/{path.relative_to(ROOT)}" for place in PLACES for path in place.rglob("*")]
 KNOWN += [f"/{path.name}" for path in ROOT.iterdir()]

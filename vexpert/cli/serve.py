@@ -262,7 +262,7 @@ def _server_options(
         chat_template=_read_template(args.chat_template),
         tool_call_parser=args.tool_call_parser,
         max_queue_len=args.max_queue_len,
-        request_timeout=args.request_timeout,
+        request_timeout=args.request_timeout or None,
         shutdown_timeout=args.shutdown_timeout,
         write_timeout=args.write_timeout,
         engine_step_timeout=args.engine_step_timeout or float("inf"),

@@ -12,11 +12,12 @@ from vexpert.server.deadlines import Unanswered
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import ApiError
 from vexpert.server.interface import EngineHost
-from vexpert.server.metrics import Metrics
+from vexpert.server.keys import METRICS, warn_of_unknown
 from vexpert.server.options import ServerOptions
 from vexpert.server.progress import ShuttingDownError
 from vexpert.server.prompts import PromptBuilder
 from vexpert.server.recorder import Recorder
+from vexpert.server.scrape import Scraper
 from vexpert.server.tools.formats import FORMATS, ToolFormat
 from vexpert.server.tracing import make_traces
 
@@ -41,8 +42,9 @@ class Service:
         self.prompts = PromptBuilder(host.tokenizer, self.facts, options.chat_template)
         self.traces = make_traces(options.otlp_traces_endpoint)
         self.base_names = options.served_model_names or (self.facts.name,)
-        self.metrics = Metrics(self.base_names[0], self.recorder)
+        self.scraper = Scraper(self.engine, self.base_names[0], self.recorder)
         self.created = int(time.time())
+        warn_of_unknown(options.restricted_keys, (*self.base_names, *self.facts.adapters))
         for name in self.facts.adapters:
             if name in self.base_names:
                 raise ConfigError(f"adapter {name!r} has the name of the base model; rename it")
@@ -52,13 +54,6 @@ class Service:
         for request in list(self.unanswered):
             request.end(ShuttingDownError(message))
         self.engine.cut(message)
-
-    async def metrics_page(self) -> bytes:
-        """The page for Prometheus."""
-        infos = await self.engine.versions()
-        self.recorder.forget({info.name for info in infos})
-        stats = await self.engine.stats()
-        return self.metrics.page(stats, infos, self.engine.restarts)
 
     async def adapter_of(self, model: str) -> str | None:
         """The adapter that `model` names, alone or as BASE:ADAPTER; None: the base model."""
@@ -95,6 +90,13 @@ class Service:
         """Raise ApiError if the request's API key is for some models only."""
         if allowed_models(request) is not None:
             message = "this API key is for some models only and cannot load or unload adapters"
+            raise ApiError(message, 403, code="not_allowed")
+
+    def check_may_read_metrics(self, request: Request) -> None:
+        """Raise ApiError if the request's API key is for some models only: the page names all."""
+        allowed = allowed_models(request)
+        if allowed is not None and METRICS not in allowed:
+            message = f"this API key is for some models only; list {METRICS} among them in its file"
             raise ApiError(message, 403, code="not_allowed")
 
     async def check_adapter_path(self, path: str) -> None:

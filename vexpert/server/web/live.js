@@ -36,7 +36,10 @@ export class Live {
     this.before = now;
     const seconds = (now.time - before.time) / 1000;
     // A count that went down is a server that was started anew.
-    return now.counts.map((count, i) => (seconds ? Math.max(count - before.counts[i], 0) / seconds : 0));
+    return now.counts.map((count, i) => {
+      if (count === undefined || before.counts[i] === undefined) return undefined; // not told
+      return seconds ? Math.max(count - before.counts[i], 0) / seconds : 0;
+    });
   }
 }
 
