@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vexpert import __version__
-from vexpert.errors import RequestError
+from vexpert.errors import VexpertError
 from vexpert.server.deadlines import ENDS
 from vexpert.server.disconnect import ClientDisconnectedError, EventStream, until_disconnect
 from vexpert.server.engine_client import AsyncEngine
@@ -137,7 +137,7 @@ async def _events(
                 yield written
         if formatter.include_usage:
             yield event(formatter.last_chunk() | {"usage": usage.as_json()})
-    except (*SERVER_ERRORS, RequestError) as error:
+    except (*SERVER_ERRORS, VexpertError) as error:
         usage.trace.end(error)
         told = api_error(error)
         yield event(error_object(told.message, told.status, told.param, told.code))

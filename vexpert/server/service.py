@@ -6,7 +6,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from vexpert.errors import ConfigError
+from vexpert.errors import AdapterError, ConfigError
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deadlines import Unanswered
 from vexpert.server.engine_client import AsyncEngine
@@ -109,6 +109,16 @@ class Service:
             message = f"lora_path={path!r}: adapters may be loaded from {shown} only"
             raise ApiError(message, 403, "lora_path", "path_not_allowed")
 
+    async def check_relative_path(self, path: str, error: AdapterError) -> None:
+        """Raise ApiError where a relative folder is not there, with the absolute one."""
+        folder = Path(path)
+        if folder.is_absolute() or "\0" in path:
+            return
+        absolute = Path.cwd() / folder
+        if not await asyncio.wrap_future(self._paths.submit(_is_folder, absolute)):
+            message = f"{error}; a relative path starts at the server's folder: {absolute}"
+            raise ApiError(message, 400, "lora_path") from error
+
     async def names(self) -> list[str]:
         """Every name a request may use: base names, then adapters."""
         return [*self.base_names, *(info.name for info in await self.engine.adapters())]
@@ -130,6 +140,13 @@ def _is_allowed(path: str, roots: tuple[str, ...]) -> bool:
         places = [folder, *(folder.iterdir() if folder.is_dir() else ())]
         return all(_is_inside(place.resolve(), resolved) for place in places)
     except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
         return False
 
 
