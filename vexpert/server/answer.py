@@ -19,6 +19,7 @@ from vexpert.server.errors import SERVER_ERRORS, api_error, error_object
 from vexpert.server.events import Chunker, EventWriter, Json, event
 from vexpert.server.generation import Generation, Job
 from vexpert.server.progress import Update
+from vexpert.server.requests_log import NOTE
 from vexpert.server.service import Service
 from vexpert.server.tracing import NoTrace
 
@@ -86,6 +87,7 @@ async def answer(
     engine = service.engine
     trace = service.traces.begin(request.headers, job, model)
     usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts), trace)
+    request.scope[NOTE].counts = usage
     try:
         if job.stream:
             generation = await Generation.start(engine, job, request.scope[ENDS])

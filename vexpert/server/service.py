@@ -17,6 +17,7 @@ from vexpert.server.options import ServerOptions
 from vexpert.server.progress import ShuttingDownError
 from vexpert.server.prompts import PromptBuilder
 from vexpert.server.recorder import Recorder
+from vexpert.server.requests_log import NOTE
 from vexpert.server.scrape import Scraper
 from vexpert.server.tools.formats import FORMATS, ToolFormat
 from vexpert.server.tracing import make_traces
@@ -72,6 +73,7 @@ class Service:
 
     async def admit(self, request: Request, model: str, sequences: int = 1) -> None:
         """Raise ApiError if this key may not use `model`, OverloadedError if the queue is full."""
+        request.scope[NOTE].model = model
         await self.check_allowed(request, model)
         self.engine.check_room(sequences)
 
