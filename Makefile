@@ -1,10 +1,11 @@
 # make serve   set up and serve the demo model      options: make serve ARGS='--port 8001'
 # make test    set up and run every check
-# make install set up .venv alone
+# make install set up .venv alone                   TORCH_INDEX=URL: where pip takes torch from
 
 PYTHON ?= python3
 ARGS ?=
-PIP = .venv/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt
+TORCH_INDEX ?=
+PIP = .venv/bin/python -m pip install --disable-pip-version-check -c constraints.txt
 
 .PHONY: install serve test lint types unit format clean
 
@@ -13,7 +14,7 @@ install: .venv/.serve
 # torch goes first and alone, so that no other package's range picks another build of it.
 .venv/.serve: pyproject.toml constraints.txt
 	$(PYTHON) -m venv .venv
-	$(PIP) torch
+	$(PIP) $(if $(TORCH_INDEX),--index-url "$(TORCH_INDEX)") torch
 	$(PIP) -e '.[serve,cpu,structured]'
 	touch $@
 

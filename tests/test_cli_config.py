@@ -28,6 +28,7 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
         api-key: [one, two]
         lora-modules:
           a: x/y
+          c: {path: v/w, pinned: true}
         """,
     )
     args = build_parser().parse_args(
@@ -36,7 +37,11 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
     assert (args.model, args.port, args.max_loras, args.dtype) == ("folder", 8123, 8, "bfloat16")
     assert (args.gpu_memory_utilization, args.enable_prefix_caching) == (0.5, False)
     assert (args.no_web, args.api_key) == (True, ["one", "two"])
-    assert args.lora_modules == [LoraModule("a", "x/y"), LoraModule("b", "z")]
+    assert args.lora_modules == [
+        LoraModule("a", "x/y"),
+        LoraModule("c", "v/w", pinned=True),
+        LoraModule("b", "z"),
+    ]
     assert build_parser().parse_args(["serve"]).port == 8000
 
 
@@ -58,6 +63,8 @@ def test_a_positional_model_wins(tmp_path: Path) -> None:
         ("no-web: 1", "use true or false"),
         ("enable-lora: maybe", "use true or false"),
         ("lora-modules: [x]", "NAME=PATH"),
+        ("lora-modules: {x: {pinned: true}}", "the field 'path' is missing"),
+        ("api-key: {a: b}", "use one value"),
         ("config: other.yaml", "no option 'config'"),
         ("- port", "must hold `option: value` lines"),
         ("a: [", "cannot be read"),

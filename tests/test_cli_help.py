@@ -65,7 +65,7 @@ def completed(*words: str) -> list[str]:
         (("serve", "--max-lo"), ["--max-loras", "--max-lora-rank"]),
         (("serve", "model", "--dtype", ""), ["auto", "float32", "bfloat16", "float16"]),
         (("serve", "--port", "1", "--no-w"), ["--no-web"]),
-        (("bench", ""), ["kernel", "throughput", "serve", "-h", "--help"]),
+        (("bench", ""), ["kernel", "tune", "throughput", "serve", "-h", "--help"]),
         (("bench", "serve", "--popularity", "z"), ["zipf"]),
         (("bench", "serve", "--dty"), []),
         (("completion", "z"), ["zsh"]),

@@ -124,6 +124,8 @@ def test_options_reach_the_server(start: Start, tmp_path: Path) -> None:
         (["--shutdown-timeout", "nan"], "shutdown_timeout"),
         (["--allowed-adapter-roots", "/no/such"], "/no/such"),
         (["--api-key-file", "/no/such"], "api_key_file"),
+        (["--api-key", ""], "api_key: a key is empty"),
+        (["--request-timeout", "-1"], "request_timeout"),
         (["--chat-template", "/no/such"], "chat_template"),
     ],
 )

@@ -10,6 +10,7 @@ from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
+import httpx
 import pytest
 from helpers_messages import messages
 from helpers_serve import serve
@@ -116,6 +117,26 @@ def test_flags_without_a_counterpart_are_refused(capsys: pytest.CaptureFixture[s
             with pytest.raises(SystemExit):
                 build_parser().parse_args(["serve", flag, "1"])
             assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
+
+
+def names_after(words: str) -> list[str]:
+    """What is in backquotes in one sentence of the migration page."""
+    (text,) = re.findall(rf"^{words}: (.*?)\.\n", MIGRATING, re.MULTILINE | re.DOTALL)
+    return re.findall(r"`([\w:]+)`", re.sub(r"\([^)]*\)", "", text))
+
+
+def test_fields_and_metrics_that_are_said_to_be_missing_are(url: str) -> None:
+    fields = names_after("Refused fields")
+    assert len(fields) > 20
+    body = {"model": "upper", "messages": [{"role": "user", "content": "x"}]}
+    for field in fields:
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body | {field: 1})
+        assert answer.status_code == 400
+        assert f"unknown field '{field}'" in answer.text
+    missing = names_after("Missing metrics")
+    assert len(missing) > 10
+    page = httpx.get(f"{url}/metrics").text
+    assert not [name for name in missing if f"{name}{{" in page or f"{name}_bucket" in page]
 
 
 def test_the_python_of_migrating() -> None:

@@ -121,8 +121,11 @@ def test_a_killed_engine_fails_its_requests_at_once_and_is_started_again() -> No
         assert "SIGKILL" in whole[0].json()["error"]["message"]
         assert server.get("/ready").status_code == 503  # not yet
         assert server.get("/health").status_code == 200  # but alive
-        for path in ("/v1/models", "/metrics", "/v1/adapters"):
+        for path in ("/v1/models", "/v1/adapters"):
             assert server.get(path).status_code == 503
+        page = server.get("/metrics").text
+        assert "vexpert:engine_answers 0.0" in page
+        assert "vexpert:engine_restarts_total 1.0" in page
         wait_for(lambda: server.get("/ready").status_code == 200, 60)
         names = [entry["id"] for entry in server.get("/v1/models").json()["data"]]
         assert names == [BASE, "back", "reverse", "sort", "upper"]

@@ -1,7 +1,9 @@
 """The served demo over HTTP with the real `openai` client: many at once, right, and like alone."""
 
 import asyncio
+import json
 import random
+import threading
 from collections.abc import Iterator
 
 import httpx
@@ -9,6 +11,8 @@ import openai
 import pytest
 from helpers_demo import NAMES, expected, random_words
 from helpers_serve import serve
+
+from vexpert.demo import adapter_paths
 
 BASE = "vexpert-demo"
 
@@ -96,3 +100,28 @@ def test_an_adapter_loads_answers_and_unloads(url: str) -> None:
     assert gone.status_code == 200, gone.text
     with pytest.raises(openai.NotFoundError):
         asyncio.run(ask_all(url, [("back", "hello")], 1))
+
+
+def test_requests_of_an_adapter_that_has_to_end_get_503(url: str) -> None:
+    """Whole and in a stream; with 32 answers each they do not end before."""
+    body = {"model": "gone", "prompt": "x", "ignore_eos": True, "max_tokens": 100, "n": 32}
+    answers: list[httpx.Response] = []
+    with httpx.Client(base_url=url, timeout=60) as http:
+        load = {"lora_name": "gone", "lora_path": str(adapter_paths()["upper"])}
+        assert http.post("/v1/load_lora_adapter", json=load).status_code == 200
+        whole = threading.Thread(
+            target=lambda: answers.append(http.post("/v1/completions", json=body))
+        )
+        whole.start()
+        with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
+            lines = stream.iter_lines()
+            next(lines)
+            end = {"lora_name": "gone", "lora_int_id": 7, "drain_seconds": 0}
+            assert http.post("/v1/unload_lora_adapter", json=end).status_code == 200
+            events = [line.removeprefix("data: ") for line in lines if line]
+        whole.join()
+    told = json.loads(events[-2])["error"]
+    assert (told["type"], told["code"]) == ("server_error", "adapter_gone")
+    assert answers[0].status_code == 503
+    assert answers[0].json()["error"] == told
+    assert "'gone' was unloaded" in told["message"]

@@ -96,6 +96,17 @@ def test_lazy_and_pinned_and_the_deadline_reach_the_engine(
     assert fake_server.post("/v1/unload_lora_adapter", json=body).status_code == 400
 
 
+def test_a_relative_path_that_is_not_there_is_told_in_full(fake_server: RunningServer) -> None:
+    body = {"lora_name": "new", "lora_path": "no/such"}
+    answer = fake_server.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 400
+    assert answer.json()["error"]["message"].endswith(f"folder: {Path.cwd() / 'no/such'}")
+    body["lora_path"] = str(Path.cwd() / "no/such")
+    answer = fake_server.post("/v1/load_lora_adapter", json=body)
+    assert answer.status_code == 400
+    assert "relative" not in answer.text
+
+
 NO_OPTIONS = {"lora_B_layout": None, "load_inplace": False}
 
 

@@ -308,6 +308,7 @@ def test_an_engine_failure_is_told_to_all_and_ends_service(
 ) -> None:
     ended = threading.Event()
     fake_server.app.state.service.engine.on_failure = ended.set
+    assert "vexpert:engine_answers 1.0" in fake_server.get("/metrics").text
     fake.step_seconds = 0.02
     body = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 200}
     answers: list[Any] = []
@@ -334,6 +335,10 @@ def test_an_engine_failure_is_told_to_all_and_ends_service(
     assert fake_server.get("/health").status_code == 503
     assert fake_server.get("/ready").status_code == 503
     assert fake_server.post("/v1/completions", json=body).status_code == 503
+    page = fake_server.get("/metrics")
+    assert page.status_code == 200
+    assert "vexpert:engine_answers 0.0" in page.text
+    assert "vllm:generation_tokens_total{model_name=" in page.text  # of the last time
     assert "planted" in caplog.text
 
 

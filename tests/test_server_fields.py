@@ -362,6 +362,32 @@ def test_an_unknown_field_is_refused_with_a_hint(server: RunningServer, path: st
     assert "did you mean 'temperature'" in response.json()["error"]["message"]
 
 
+@pytest.mark.parametrize(
+    ("path", "field", "told"),
+    [
+        (CHAT, "best_of", "unknown field 'best_of' here; it is one of /v1/completions"),
+        (TEXT, "messages", "it is one of /tokenize, /v1/chat/completions"),
+        (CHAT, "documents", "unknown field 'documents'; leave it out"),
+        (CHAT, "truncate_prompt_tokens", "unknown field 'truncate_prompt_tokens'; leave it out"),
+        (TEXT, "allowed_token_ids", "unknown field 'allowed_token_ids'; leave it out"),
+        (TEXT, "arguments", "unknown field 'arguments'; leave it out"),  # of a part, not of a body
+    ],
+)
+def test_hints_name_what_was_meant_or_nothing(
+    server: RunningServer, path: str, field: str, told: str
+) -> None:
+    message = send(server, path, {field: ["x"]}).json()["error"]["message"]
+    assert message.endswith(told)
+
+
+@pytest.mark.parametrize("path", [CHAT, TEXT])
+def test_an_unknown_field_that_is_null_asks_for_nothing(server: RunningServer, path: str) -> None:
+    assert send(server, path, {"truncate_prompt_tokens": None, "priority": None}).status_code == 200
+    messages = [{"role": "user", "content": "hello", "reasoning_content": None}]
+    assert send(server, CHAT, {"messages": messages, "documents": None}).status_code == 200
+    assert_refused(server, path, "priority", 0)
+
+
 def test_defaults_are_openais_where_the_model_has_none(server: RunningServer) -> None:
     send(server, CHAT, {})
     chat = server.engine.submitted[-1]

@@ -45,7 +45,6 @@ def stopped(server: Any) -> Iterator[Any]:
         ("POST", "/v1/completions", LONG | {"stream": True}),
         ("POST", "/tokenize", {"model": "upper", "prompt": "x"}),
         ("GET", "/v1/models", None),
-        ("GET", "/metrics", None),
     ],
 )
 def test_the_deadline_holds_while_the_engine_is_stopped(
@@ -57,6 +56,16 @@ def test_the_deadline_holds_while_the_engine_is_stopped(
     assert answer.status_code == 504, answer.text
     assert answer.json()["error"]["code"] == "timeout"
     assert answer.headers["x-request-id"]
+
+
+def test_metrics_answer_while_the_engine_is_stopped(stopped: Any) -> None:
+    begun = time.monotonic()
+    first, second = (httpx.get(f"{stopped.url}/metrics", timeout=20) for _ in range(2))
+    assert time.monotonic() - begun < 10
+    for answer in (first, second):
+        assert answer.status_code == 200, answer.text
+        assert "vexpert:engine_answers 0.0" in answer.text
+        assert "vexpert:engine_restarts_total 0.0" in answer.text
 
 
 def test_a_stream_ends_at_the_deadline_while_the_engine_is_stopped(server: Any) -> None:
@@ -101,7 +110,7 @@ def test_at_the_end_requests_of_a_stopped_engine_are_told() -> None:
         [engine] = server.engines()
         os.kill(engine, signal.SIGSTOP)
         answers: list[httpx.Response] = []
-        ask = [lambda: server.post("/v1/completions", LONG), lambda: server.get("/metrics")]
+        ask = [lambda: server.post("/v1/completions", LONG), lambda: server.get("/v1/models")]
         asking = [threading.Thread(target=lambda f=f: answers.append(f())) for f in ask]
         for each in asking:
             each.start()

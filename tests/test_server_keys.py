@@ -7,7 +7,7 @@ import pytest
 from helpers_server import BASE, RunningServer, make_fake_engine, serving
 
 from vexpert.errors import ConfigError
-from vexpert.server.keys import read_keys
+from vexpert.server.keys import METRICS, read_keys, warn_of_unknown
 from vexpert.server.options import ServerOptions
 
 TEXT = "/v1/completions"
@@ -16,6 +16,7 @@ KEYS = """
 all-models
 one     upper
 base    vexpert-demo sort
+watch   /metrics
 """
 
 
@@ -58,6 +59,7 @@ TOKENS = "/tokenize"
         ("base", BASE, 200),
         ("base", "sort", 200),
         ("base", "upper", 403),
+        ("watch", BASE, 403),
         ("nobody", "upper", 401),
     ],
 )
@@ -76,6 +78,40 @@ def test_a_key_sees_its_models_alone(server: RunningServer) -> None:
         assert sorted(known.split(", ")) == sorted([BASE, "sort"])
 
 
+@pytest.mark.parametrize(
+    ("key", "expected"), [("all-models", 200), ("watch", 200), ("one", 403), ("nobody", 401)]
+)
+def test_metrics_name_all_tenants_and_are_not_for_one(
+    server: RunningServer, key: str, expected: int
+) -> None:
+    answer = server.get("/metrics", headers={"Authorization": f"Bearer {key}"})
+    assert answer.status_code == expected
+    assert ("vllm:" in answer.text) == (expected == 200)
+
+
+@pytest.mark.parametrize("header", ["Bearer", "bearer all-models x", "all-models", ""])
+def test_no_key_is_none(server: RunningServer, header: str) -> None:
+    assert server.get("/v1/models", headers={"Authorization": header}).status_code == 401
+
+
+@pytest.mark.parametrize("key", ["", " ", "\t", "two words", "end\n"])
+def test_a_key_is_one_word(key: str) -> None:
+    with pytest.raises(ConfigError, match=r"api_key: a key .*; write one word") as caught:
+        ServerOptions(api_keys=("good", key))
+    assert "good" not in str(caught.value)
+    with pytest.raises(ConfigError, match="api_key: a key"):
+        ServerOptions(restricted_keys={key: frozenset({"upper"})})
+
+
+def test_names_that_no_model_has_are_told(caplog: pytest.LogCaptureFixture) -> None:
+    keys = {"a": frozenset({"upper", "later"}), "b": frozenset({METRICS, "typo"})}
+    warn_of_unknown(keys, (BASE, "upper"))
+    told = [record.getMessage() for record in caplog.records]
+    assert len(told) == 2
+    assert "'later'" in told[0]
+    assert "'typo'" in told[1]
+
+
 def test_a_restricted_key_changes_no_adapters(server: RunningServer) -> None:
     headers = {"Authorization": "Bearer one"}
     body = {"lora_name": "x", "lora_path": "/x"}
@@ -85,7 +121,14 @@ def test_a_restricted_key_changes_no_adapters(server: RunningServer) -> None:
 
 
 @pytest.mark.parametrize(
-    ("text", "told"), [("", "no key"), ("# x\n", "no key"), ("a\na b", "line 2")]
+    ("text", "told"),
+    [
+        ("", "no key"),
+        ("# x\n", "no key"),
+        ("a\na b", "line 2: the key is given twice"),
+        ("a b,c", "line 1: a comma"),
+        ("\na b # c", "line 2: a comment"),
+    ],
 )
 def test_a_bad_key_file_is_told(tmp_path: Path, text: str, told: str) -> None:
     file = tmp_path / "keys"

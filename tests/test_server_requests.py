@@ -50,6 +50,22 @@ def test_the_access_log_names_the_request(
     assert line["path"] == "/a\nb"
 
 
+@pytest.mark.parametrize("stream", [False, True])
+def test_the_access_log_names_model_and_tokens(
+    fake_server: RunningServer, caplog: pytest.LogCaptureFixture, stream: bool
+) -> None:
+    bodies = [{"model": name, "prompt": "ab", "stream": stream} for name in ("upper", "no\none")]
+    with caplog.at_level(logging.INFO, "vexpert.access"):
+        for body in bodies:
+            fake_server.post(TEXT, json=body)
+        wait_for(lambda: sum(r.name == "vexpert.access" for r in caplog.records) == 2)
+    known, unknown = (r for r in caplog.records if r.name == "vexpert.access")
+    assert known.getMessage().endswith(" model='upper' tokens=3+3")
+    assert unknown.getMessage().partition(" model=")[2] == r"'no\none' tokens=3+0"
+    line = json.loads(JsonFormatter().format(known))
+    assert (line["model"], line["prompt_tokens"], line["completion_tokens"]) == ("upper", 3, 3)
+
+
 @pytest.mark.parametrize("name", ["upper", f"{BASE}:upper"])
 def test_an_adapter_is_named_alone_or_behind_its_base(
     fake_server: RunningServer, name: str

@@ -1,13 +1,16 @@
 """The page in a real browser, against the served demo."""
 
+import asyncio
 import math
 import os
 import random
 import re
+import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
@@ -207,6 +210,44 @@ def test_it_asks_for_a_key(window: Browser) -> None:
         window.type("#key", "secret")
         window.press("Enter")
         window.wait(COUNT, 5)
+        window.wait(STATE, "good")
+        leave(window)
+
+
+def test_a_key_for_some_models_gets_a_page_without_charts(window: Browser) -> None:
+    keys = {"some": frozenset({BASE})}
+    options = ServerOptions((BASE,), restricted_keys=keys, status_interval=None)
+    with serving(make_fake_engine(), options) as server:
+        window.open(server.url)
+        window.wait(STATE, "bad")
+        window.type("#key", "some")
+        window.press("Enter")
+        window.wait(COUNT, 1)
+        window.wait(STATE, "good")
+        shown = (
+            "return [...document.querySelectorAll('figure li')].filter((li) => !li.hidden).length"
+        )
+        assert window.wait(f"{shown} === 0")
+        leave(window)
+
+
+def test_an_engine_that_does_not_answer_is_told(
+    window: Browser, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with serving(make_fake_engine()) as server:
+        engine, released = server.app.state.service.engine, threading.Event()
+        versions = engine.versions
+
+        async def held() -> Any:
+            while not released.is_set():
+                await asyncio.sleep(0.05)
+            return await versions()
+
+        monkeypatch.setattr(engine, "versions", held)
+        window.open(server.url)
+        window.wait(STATE, "bad")
+        assert window.text("#status") == "not reachable: no answer within 8 seconds"
+        released.set()
         window.wait(STATE, "good")
         leave(window)
 

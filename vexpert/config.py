@@ -8,11 +8,10 @@ import dataclasses
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from difflib import get_close_matches
 from types import NoneType
 from typing import Any, get_args
 
-from vexpert.errors import ConfigError
+from vexpert.errors import ConfigError, nearest
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 
@@ -186,7 +185,7 @@ class EngineConfig:
         known = [spec.name for spec in dataclasses.fields(cls)]
         for name in options:
             if name not in known:
-                near = get_close_matches(name, known, 1)
-                hint = f"; did you mean {near[0]!r}?" if near else f"; known: {', '.join(known)}"
+                near = nearest(name, known)
+                hint = f"; did you mean {near!r}?" if near else f"; known: {', '.join(known)}"
                 raise ConfigError(f"unknown engine option {name!r}{hint}")
         return cls(**options)

@@ -1,5 +1,10 @@
 """Errors a user can cause. Each message says the cause, the value and the remedy."""
 
+from collections.abc import Iterable
+from difflib import get_close_matches
+
+LIKENESS = 0.8  # of two words that one may be a slip for, 0 to 1; below, guesses mislead
+
 
 class VexpertError(ValueError):
     """Base of every error that the caller can mend; a server answers it with a 4xx status."""
@@ -32,5 +37,15 @@ class RequestError(VexpertError):
         self.param = param
 
 
+class AdapterGoneError(AdapterError):
+    """A request ends early: its adapter was unloaded, or can no longer be read."""
+
+
 class UnsupportedError(VexpertError):
     """No backend can run this operation with this shape, dtype and device."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str | None:
+    """The one of `known` that `word` was meant to be, if any is like it."""
+    near = get_close_matches(word, list(known), 1, LIKENESS)
+    return near[0] if near else None

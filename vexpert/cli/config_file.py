@@ -2,11 +2,10 @@
 
 import argparse
 from collections.abc import Callable
-from difflib import get_close_matches
 from pathlib import Path
 from typing import Any
 
-from vexpert.errors import ConfigError
+from vexpert.errors import ConfigError, nearest
 
 NOT_IN_FILES = ("help", "config")
 
@@ -35,8 +34,8 @@ def read_defaults(file: str, actions: list[argparse.Action]) -> dict[str, Any]:
         name = str(key).replace("_", "-")
         action = known.get(name)
         if action is None:
-            near = get_close_matches(name, list(known), 1)
-            hint = f"; did you mean {near[0]}?" if near else ""
+            near = nearest(name, known)
+            hint = f"; did you mean {near}?" if near else ""
             raise ConfigError(f"config {file}: no option {key!r}{hint}")
         try:
             values[action.dest] = _value(action, value)
@@ -68,14 +67,20 @@ def _value(action: argparse.Action, value: Any) -> Any:
             raise ValueError("use true or false")
         return value
     if action.nargs == "+":
-        return [_one(action, item) for item in _items(value)]
+        return [_one(action, item) for item in _items(action, value)]
     return _one(action, value)
 
 
-def _items(value: Any) -> list[Any]:
-    """Values of an option that takes several; a mapping `name: path` is one of lora-modules."""
-    if isinstance(value, dict):
-        return [f"{name}={path}" for name, path in value.items()]
+def _items(action: argparse.Action, value: Any) -> list[Any]:
+    """Values of an option that takes several.
+
+    lora-modules may be a mapping: `name: path`, or `name: {path: ..., pinned: ...}`.
+    """
+    if isinstance(value, dict) and action.dest == "lora_modules":
+        return [
+            {"name": name, **given} if isinstance(given, dict) else f"{name}={given}"
+            for name, given in value.items()
+        ]
     return value if isinstance(value, list) else [value]
 
 

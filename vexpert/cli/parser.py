@@ -7,12 +7,11 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any, NoReturn
 
 from vexpert.cli.config_file import file_in, read_defaults
 from vexpert.config import EngineConfig
-from vexpert.errors import VexpertError
+from vexpert.errors import VexpertError, nearest
 
 GROUP_TITLES = {
     "model": "model",
@@ -63,12 +62,12 @@ class Parser(argparse.ArgumentParser):
             given = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
             known = list(self._option_string_actions)
             near = [flag for flag in OTHER_FLAGS.get(given, ()) if flag in known]
-            near = near or get_close_matches(given, known if given.startswith("-") else [], 1)
+            guess = near[0] if near else nearest(given, known if given.startswith("-") else [])
         elif wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
-            near = get_close_matches(wrong[1], re.findall(r"[\w.-]+", wrong[2]), 1)
+            guess = nearest(wrong[1], re.findall(r"[\w.-]+", wrong[2]))
         else:
-            near = []
-        return f"; did you mean {near[0]}?" if near else ""
+            guess = None
+        return f"; did you mean {guess}?" if guess else ""
 
 
 class HelpFormatter(argparse.ArgumentDefaultsHelpFormatter):

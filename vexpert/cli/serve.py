@@ -69,13 +69,29 @@ def lora_module(text: str) -> LoraModule:
     """Parse NAME=PATH or a JSON object. Raises ArgumentTypeError."""
     if text.lstrip().startswith("{"):
         try:
-            return LoraModule(**json.loads(text))
-        except (json.JSONDecodeError, TypeError) as error:
+            return _module_of(json.loads(text))
+        except ValueError as error:
             raise argparse.ArgumentTypeError(f"{text!r}: {error}") from error
     name, _, path = text.partition("=")
     if not name or not path:
         raise argparse.ArgumentTypeError(f"{text!r}: use NAME=PATH or a JSON object")
     return LoraModule(name, path)
+
+
+def _module_of(fields: dict[str, Any]) -> LoraModule:
+    """Raises ValueError."""
+    fields = {name: value for name, value in fields.items() if value is not None}
+    kinds = {"name": str, "path": str, "lora_B_layout": str, "pinned": bool, "lazy": bool}
+    for name, value in fields.items():
+        if name not in kinds:
+            raise ValueError(f"no field {name!r}; known: {', '.join(kinds)}")
+        if type(value) is not kinds[name]:
+            words = "true or false" if kinds[name] is bool else "a text"
+            raise ValueError(f"{name}={value!r}: use {words}")
+    for name in ("name", "path"):
+        if not fields.get(name):
+            raise ValueError(f"the field {name!r} is missing")
+    return LoraModule(**fields)
 
 
 def run(args: argparse.Namespace) -> int:
@@ -264,7 +280,7 @@ def _server_options(
         chat_template=_read_template(args.chat_template),
         tool_call_parser=args.tool_call_parser,
         max_queue_len=args.max_queue_len,
-        request_timeout=args.request_timeout,
+        request_timeout=args.request_timeout or None,
         shutdown_timeout=args.shutdown_timeout,
         write_timeout=args.write_timeout,
         engine_step_timeout=args.engine_step_timeout or float("inf"),

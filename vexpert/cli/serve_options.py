@@ -31,7 +31,7 @@ def _add_access_options(group: Any) -> None:
     group.add_argument(
         "--api-key-file",
         metavar="FILE",
-        help="a key a line, then the models it is for, by white space; none: all",
+        help="a key a line, then the models it is for, or /metrics, by white space; none: all",
     )
     group.add_argument(
         "--allowed-adapter-roots",
@@ -62,7 +62,11 @@ def _add_limits(group: Any) -> None:
         help="completions accepted beyond --max-num-seqs; more get 429",
     )
     group.add_argument(
-        "--request-timeout", type=float, metavar="X", help="seconds to answer in; default: any time"
+        "--request-timeout",
+        type=float,
+        default=0.0,
+        metavar="X",
+        help="seconds to answer in; 0: any time",
     )
     group.add_argument(
         "--write-timeout",

@@ -71,6 +71,7 @@ def request_output(request: Request) -> RequestOutput:
         prompt_logprobs=request.prompt_logprobs,
         num_cached_tokens=request.num_cached_tokens,
         error=request.error,
+        lost_adapter=request.lost_adapter,
     )
 
 

@@ -242,6 +242,7 @@ class Engine:
         users = [r for r in self._requests.values() if r.adapter is not None and r.adapter in ended]
         for request in users:
             assert request.adapter is not None
+            request.lost_adapter = True
             self._fail(request, ended[request.adapter])
         return [self._output(request) for request in users]
 

@@ -45,7 +45,8 @@ class LLM:
 
         `sampling_params` and `adapter` are one for all, or one for each prompt; adapter None is
         the base model. Raises RequestError or AdapterNotFoundError before anything runs, and
-        RequestError where the weights of an adapter, or the options, leave no token to choose.
+        RequestError where the weights of an adapter, or the options, leave no token to choose;
+        AdapterGoneError where its adapter is unloaded meanwhile and has to end.
         """
         batch: list[Prompt] = (
             [prompts] if isinstance(prompts, str | dict) else check_list("prompts", prompts)
@@ -151,8 +152,8 @@ class LLM:
             while len(finished) < count:
                 new = {out.request_id: out for out in self.engine.step() if out.finished}
                 for output in new.values():
-                    if output.error is not None:
-                        raise RequestError(output.error)
+                    if (failure := output.failure) is not None:
+                        raise failure
                 finished |= new
                 if bar is not None:
                     bar.update(len(new))

@@ -2,6 +2,7 @@
 
 from dataclasses import dataclass, field
 
+from vexpert.errors import AdapterGoneError, RequestError, VexpertError
 from vexpert.lora.info import TierUsage
 
 
@@ -47,6 +48,14 @@ class RequestOutput:
     prompt_logprobs: list[LogprobRow | None] | None = None  # the first is None
     num_cached_tokens: int = 0  # prompt tokens taken from the prefix cache
     error: str | None = None  # why the engine gave up on this request: its outputs are no answer
+    lost_adapter: bool = False  # the error is the adapter's end, not the request's fault
+
+    @property
+    def failure(self) -> VexpertError | None:
+        """The error to raise; None for an answer."""
+        if self.error is None:
+            return None
+        return AdapterGoneError(self.error) if self.lost_adapter else RequestError(self.error)
 
 
 @dataclass(frozen=True)

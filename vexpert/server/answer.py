@@ -11,7 +11,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vexpert import __version__
-from vexpert.errors import RequestError
+from vexpert.errors import VexpertError
 from vexpert.server.deadlines import ENDS
 from vexpert.server.disconnect import ClientDisconnectedError, EventStream, until_disconnect
 from vexpert.server.engine_client import AsyncEngine
@@ -19,6 +19,7 @@ from vexpert.server.errors import SERVER_ERRORS, api_error, error_object
 from vexpert.server.events import Chunker, EventWriter, Json, event
 from vexpert.server.generation import Generation, Job
 from vexpert.server.progress import Update
+from vexpert.server.requests_log import NOTE
 from vexpert.server.service import Service
 from vexpert.server.tracing import NoTrace
 
@@ -86,6 +87,7 @@ async def answer(
     engine = service.engine
     trace = service.traces.begin(request.headers, job, model)
     usage = Usage(sum(len(prompt.token_ids) for prompt in job.prompts), trace)
+    request.scope[NOTE].counts = usage
     try:
         if job.stream:
             start = Generation.start(engine, job, request.scope[ENDS])
@@ -138,7 +140,7 @@ async def _events(
                 yield written
         if formatter.include_usage:
             yield event(formatter.last_chunk() | {"usage": usage.as_json()})
-    except (*SERVER_ERRORS, RequestError) as error:
+    except (*SERVER_ERRORS, VexpertError) as error:
         usage.trace.end(error)
         told = api_error(error)
         yield event(error_object(told.message, told.status, told.param, told.code))

@@ -15,7 +15,10 @@ from vexpert.server.progress import RequestTimeoutError
 if TYPE_CHECKING:
     from vexpert.server.service import Service
 
-UNLIMITED = ("/v1/load_lora_adapter", "/v1/unload_lora_adapter")  # as long as it takes
+UNLIMITED = (
+    *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),  # as long as it takes
+    "/metrics",  # has a limit of its own, and an answer then
+)
 ENDS = "vexpert_ends"  # in the scope: the event loop's time at which the request ends, or None
 
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from vexpert.engine.outputs import CompletionOutput, RequestOutput
 from vexpert.server.progress import Delta, Tracker, Update
-from vexpert.server.wire import read_row, row_fields
+from vexpert.server.wire import error_fields, read_row, row_fields
 
 Entry = tuple[Any, ...]
 
@@ -40,7 +40,8 @@ class Progress:
                 return self._plain_entry(part)
         total = sum(len(completion.token_ids) for completion in output.outputs)
         new, self.num_tokens = total - self.num_tokens, total
-        return self.key, new, output.finished, output.error, self._update(output)
+        error = None if output.failure is None else error_fields(output.failure)
+        return self.key, new, output.finished, error, self._update(output)
 
     def _plain_entry(self, part: CompletionOutput) -> Entry:
         cursor = self.cursors[part.index]

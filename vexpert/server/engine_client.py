@@ -29,7 +29,7 @@ from vexpert.server.progress import (
     Tracker,
 )
 from vexpert.server.recorder import Recorder
-from vexpert.server.wire import params_fields, read_info, read_stats
+from vexpert.server.wire import params_fields, read_error, read_info, read_stats
 
 if TYPE_CHECKING:
     from vexpert.engine.outputs import EngineStats
@@ -281,7 +281,7 @@ class AsyncEngine:
                 continue
             new_tokens, finished, error, fields = entry
             self.recorder.stepped(tracker, new_tokens, now)
-            told: Failure | Any = RequestError(error) if error is not None else None
+            told: Failure | Any = read_error(error) if error is not None else None
             if fields is not None:
                 told = read_update(fields, finished, tracker)
             if finished:

@@ -26,27 +26,48 @@ class Metrics:
         self._recorder = recorder
         self._stats: EngineStats | None = None
         self._infos: list[AdapterInfo] = []
-        self._restarts = 0
+        self._restarts, self._is_answered = 0, True
         self._registry = CollectorRegistry(auto_describe=False)
         self._registry.register(self)
 
-    def page(self, stats: EngineStats, infos: list[AdapterInfo], restarts: int = 0) -> bytes:
-        """The page for `stats`, all adapters and the recorder's present counts."""
-        self._stats, self._infos, self._restarts = stats, infos, restarts
+    def page(
+        self,
+        stats: EngineStats | None,
+        infos: list[AdapterInfo],
+        restarts: int = 0,
+        is_answered: bool = True,
+    ) -> bytes:
+        """The page for `stats`, all adapters and the recorder's present counts.
+
+        `is_answered`: the engine just told `stats`; else they are older, None where it never did.
+        """
+        self._stats, self._infos = stats, infos
+        self._restarts, self._is_answered = restarts, is_answered
         return bytes(generate_latest(self._registry))
 
     def describe(self) -> list[Any]:
-        """No names in advance: `collect` needs an engine's statistics."""
+        """No names in advance: some depend on an engine's statistics."""
         return []
 
     def collect(self) -> Iterator[Any]:
         """Every metric family, for prometheus_client."""
-        assert self._stats is not None, "collected before `page`"
-        yield from self._engine(self._stats)
-        yield self._adapters(self._stats)
+        yield from self._server()
         yield from self._requests()
         yield from self._per_adapter()
-        yield from adapter_families(self._stats, self._infos, self._recorder)
+        if self._stats is not None:
+            yield from self._engine(self._stats)
+            yield self._adapters(self._stats)
+            yield from adapter_families(self._stats, self._infos, self._recorder)
+
+    def _server(self) -> Iterator[Any]:
+        restarts = CounterMetricFamily("vexpert:engine_restarts", "Starts of a failed engine anew")
+        restarts.add_metric([], self._restarts)
+        yield restarts
+        answers = GaugeMetricFamily(
+            "vexpert:engine_answers", "1: figures of the engine are of now; 0: it did not answer"
+        )
+        answers.add_metric([], self._is_answered)
+        yield answers
 
     def _engine(self, stats: EngineStats) -> Iterator[Any]:
         used = stats.kv_blocks_used / max(stats.kv_blocks_total, 1)
@@ -66,10 +87,6 @@ class Metrics:
             family = CounterMetricFamily(f"vllm:{name}", help, labels=["model_name"])
             family.add_metric([self._model_name], value)
             yield family
-
-        restarts = CounterMetricFamily("vexpert:engine_restarts", "Starts of a failed engine anew")
-        restarts.add_metric([], self._restarts)
-        yield restarts
 
     def _gauge(self, name: str, help: str, value: float) -> Any:
         family = GaugeMetricFamily(f"vllm:{name}", help, labels=["model_name"])

@@ -3,6 +3,9 @@
 from dataclasses import dataclass, field
 from typing import Any
 
+from vexpert.errors import ConfigError
+from vexpert.server.keys import check_keys
+
 
 @dataclass(frozen=True)
 class CorsOptions:
@@ -39,3 +42,9 @@ class ServerOptions:
     web: bool = True  # the page at /
     status_interval: float | None = 10.0  # seconds between status lines; None: none
     otlp_traces_endpoint: str | None = None  # URL of a collector for traces; None: no traces
+
+    def __post_init__(self) -> None:
+        """Raises ConfigError for keys that anybody has, and for no time to answer in."""
+        check_keys((*self.api_keys, *self.restricted_keys))
+        if self.request_timeout is not None and self.request_timeout <= 0:
+            raise ConfigError(f"request_timeout={self.request_timeout}: must be more than 0")

@@ -5,7 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 from vexpert.engine.outputs import LogprobRow
-from vexpert.errors import RequestError
+from vexpert.errors import AdapterGoneError, RequestError
 
 OBJECT_BYTES = 256  # of a token, or a log-probability, with what it is kept in; measured
 
@@ -71,7 +71,12 @@ class Update(NamedTuple):
 
 
 Failure = (  # of all requests, or of one
-    EngineFailedError | ShuttingDownError | RequestTimeoutError | SlowReaderError | RequestError
+    EngineFailedError
+    | ShuttingDownError
+    | RequestTimeoutError
+    | SlowReaderError
+    | RequestError
+    | AdapterGoneError
 )
 Sink = Callable[[Update | Failure], Any]
 

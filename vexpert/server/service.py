@@ -6,17 +6,19 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from vexpert.errors import ConfigError
+from vexpert.errors import AdapterError, ConfigError
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deadlines import Unanswered
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import ApiError
 from vexpert.server.interface import EngineHost
-from vexpert.server.metrics import Metrics
+from vexpert.server.keys import METRICS, warn_of_unknown
 from vexpert.server.options import ServerOptions
 from vexpert.server.progress import ShuttingDownError
 from vexpert.server.prompts import PromptBuilder
 from vexpert.server.recorder import Recorder
+from vexpert.server.requests_log import NOTE
+from vexpert.server.scrape import Scraper
 from vexpert.server.tools.formats import FORMATS, ToolFormat
 from vexpert.server.tracing import make_traces
 
@@ -41,8 +43,9 @@ class Service:
         self.prompts = PromptBuilder(host.tokenizer, self.facts, options.chat_template)
         self.traces = make_traces(options.otlp_traces_endpoint)
         self.base_names = options.served_model_names or (self.facts.name,)
-        self.metrics = Metrics(self.base_names[0], self.recorder)
+        self.scraper = Scraper(self.engine, self.base_names[0], self.recorder)
         self.created = int(time.time())
+        warn_of_unknown(options.restricted_keys, (*self.base_names, *self.facts.adapters))
         for name in self.facts.adapters:
             if name in self.base_names:
                 raise ConfigError(f"adapter {name!r} has the name of the base model; rename it")
@@ -52,13 +55,6 @@ class Service:
         for request in list(self.unanswered):
             request.end(ShuttingDownError(message))
         self.engine.cut(message)
-
-    async def metrics_page(self) -> bytes:
-        """The page for Prometheus."""
-        infos = await self.engine.versions()
-        self.recorder.forget({info.name for info in infos})
-        stats = await self.engine.stats()
-        return self.metrics.page(stats, infos, self.engine.restarts)
 
     async def adapter_of(self, model: str) -> str | None:
         """The adapter that `model` names, alone or as BASE:ADAPTER; None: the base model."""
@@ -77,6 +73,7 @@ class Service:
 
     async def admit(self, request: Request, model: str, sequences: int = 1) -> None:
         """Raise ApiError if this key may not use `model`, OverloadedError if the queue is full."""
+        request.scope[NOTE].model = model
         await self.check_allowed(request, model)
         self.engine.check_room(sequences)
 
@@ -97,6 +94,13 @@ class Service:
             message = "this API key is for some models only and cannot load or unload adapters"
             raise ApiError(message, 403, code="not_allowed")
 
+    def check_may_read_metrics(self, request: Request) -> None:
+        """Raise ApiError if the request's API key is for some models only: the page names all."""
+        allowed = allowed_models(request)
+        if allowed is not None and METRICS not in allowed:
+            message = f"this API key is for some models only; list {METRICS} among them in its file"
+            raise ApiError(message, 403, code="not_allowed")
+
     async def check_adapter_path(self, path: str) -> None:
         """Raise ApiError for an adapter's folder outside the allowed roots, or with links out."""
         roots = self.options.adapter_roots
@@ -106,6 +110,16 @@ class Service:
             shown = ", ".join(map(str, roots))
             message = f"lora_path={path!r}: adapters may be loaded from {shown} only"
             raise ApiError(message, 403, "lora_path", "path_not_allowed")
+
+    async def check_relative_path(self, path: str, error: AdapterError) -> None:
+        """Raise ApiError where a relative folder is not there, with the absolute one."""
+        folder = Path(path)
+        if folder.is_absolute() or "\0" in path:
+            return
+        absolute = Path.cwd() / folder
+        if not await asyncio.wrap_future(self._paths.submit(_is_folder, absolute)):
+            message = f"{error}; a relative path starts at the server's folder: {absolute}"
+            raise ApiError(message, 400, "lora_path") from error
 
     async def names(self) -> list[str]:
         """Every name a request may use: base names, then adapters."""
@@ -128,6 +142,13 @@ def _is_allowed(path: str, roots: tuple[str, ...]) -> bool:
         places = [folder, *(folder.iterdir() if folder.is_dir() else ())]
         return all(_is_inside(place.resolve(), resolved) for place in places)
     except (OSError, ValueError, RuntimeError):
+        return False
+
+
+def _is_folder(path: Path) -> bool:
+    try:
+        return path.is_dir()
+    except (OSError, ValueError):
         return False
 
 

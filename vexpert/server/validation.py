@@ -1,10 +1,10 @@
 """Pydantic's findings in one sentence that names the field."""
 
 from collections.abc import Sequence
-from difflib import get_close_matches
 from typing import Any
 
-from vexpert.server.protocol.fields import known_fields, known_models
+from vexpert.errors import nearest
+from vexpert.server.protocol.fields import known_fields, known_models, routes_with
 
 NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 
@@ -52,5 +52,7 @@ def _dotted(path: list[str | int]) -> str:
 
 
 def _hint(name: str) -> str:
-    near = get_close_matches(name, known_fields(), 1)
-    return f"; did you mean {near[0]!r}?" if near else "; leave it out"
+    if routes := routes_with(name):
+        return f" here; it is one of {', '.join(routes)}"
+    near = None if name in (known := known_fields()) else nearest(name, known)
+    return f"; did you mean {near!r}?" if near else "; leave it out"

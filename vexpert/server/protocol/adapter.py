@@ -1,6 +1,6 @@
 """Bodies of POST /v1/load_lora_adapter and /v1/unload_lora_adapter, and what /v1/adapters says."""
 
-from typing import Annotated
+from typing import Annotated, ClassVar
 
 from pydantic import Field
 
@@ -15,6 +15,8 @@ class LoadLoraAdapterRequest(StrictModel):
     `lazy`: read it when a request first needs it. `pinned`: never evict it from the device.
     """
 
+    route: ClassVar = "/v1/load_lora_adapter"
+
     lora_name: NonEmpty
     lora_path: NonEmpty
     load_inplace: bool = False
@@ -24,7 +26,13 @@ class LoadLoraAdapterRequest(StrictModel):
 
 
 class UnloadLoraAdapterRequest(StrictModel):
-    """Forget the adapter `lora_name`; its requests finish, or end after `drain_seconds`."""
+    """Forget the adapter `lora_name`; its requests finish, or end after `drain_seconds`.
+
+    `lora_int_id`, which clients of vLLM may send, says nothing here: names are unique.
+    """
+
+    route: ClassVar = "/v1/unload_lora_adapter"
 
     lora_name: NonEmpty
     drain_seconds: Annotated[float, Field(ge=0, le=86_400)] | None = None
+    lora_int_id: int | None = None

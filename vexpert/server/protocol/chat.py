@@ -1,6 +1,6 @@
 """Body of POST /v1/chat/completions."""
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from pydantic import Field, model_validator
 
@@ -52,6 +52,8 @@ class ResponseFormat(StrictModel):
 
 class ChatCompletionRequest(SamplingFields):
     """A chat request: OpenAI's fields and vLLM's."""
+
+    route: ClassVar = "/v1/chat/completions"
 
     messages: Annotated[list[Message], Field(min_length=1), at_most(MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None

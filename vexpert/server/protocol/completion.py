@@ -1,6 +1,6 @@
 """Body of POST /v1/completions."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
@@ -36,6 +36,8 @@ def _all_token_lists(items: list[Any]) -> bool:
 
 class CompletionRequest(SamplingFields):
     """A text completion request: OpenAI's fields and vLLM's."""
+
+    route: ClassVar = "/v1/completions"
 
     prompt: Annotated[
         str | list[str] | list[Int64] | list[list[Int64]], BeforeValidator(check_prompt)

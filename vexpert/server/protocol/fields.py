@@ -1,8 +1,15 @@
 """Building blocks of request bodies: strict models, bounded integers, fields that only idle."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
-from pydantic import AfterValidator, BaseModel, BeforeValidator, ConfigDict, Field
+from pydantic import (
+    AfterValidator,
+    BaseModel,
+    BeforeValidator,
+    ConfigDict,
+    Field,
+    model_validator,
+)
 from pydantic_core import PydanticCustomError
 
 Int64 = Annotated[int, Field(ge=-(2**63), le=2**63 - 1)]
@@ -12,9 +19,20 @@ Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 
 class StrictModel(BaseModel):
-    """A body or a part of one: an unknown field is an error, and so is a value of another type."""
+    """A body or a part of one: an unknown field is an error, and so is a value of another type.
+
+    An unknown field that is null asks for nothing, and is left out: clients send their defaults.
+    """
 
     model_config = ConfigDict(extra="forbid", strict=True)
+    route: ClassVar[str | None] = None  # whose body it is; None: a part of bodies
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, given: Any) -> Any:
+        if not isinstance(given, dict) or None not in given.values():
+            return given
+        return {k: v for k, v in given.items() if v is not None or k in cls.model_fields}
 
 
 def refusal(reason: str) -> PydanticCustomError:
@@ -44,15 +62,22 @@ def only(reason: str, *neutral: object) -> AfterValidator:
     return AfterValidator(check)
 
 
-def known_models() -> list[type[BaseModel]]:
+def known_models() -> list[type[StrictModel]]:
     """All bodies and parts of bodies."""
-    models: list[type[BaseModel]] = []
-    pending: list[type[BaseModel]] = [StrictModel]
+    models: list[type[StrictModel]] = []
+    pending: list[type[StrictModel]] = [StrictModel]
     while pending:
         model = pending.pop()
         models.append(model)
         pending += model.__subclasses__()
     return models
+
+
+def routes_with(field: str) -> list[str]:
+    """The routes whose bodies have this field."""
+    return sorted(
+        m.route for m in known_models() if m.route is not None and field in m.model_fields
+    )
 
 
 def known_fields() -> set[str]:

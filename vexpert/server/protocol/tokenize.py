@@ -1,6 +1,6 @@
 """Bodies of POST /tokenize and /detokenize, and of their answers."""
 
-from typing import Annotated, Any
+from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field, model_validator
 
@@ -13,6 +13,8 @@ MAX_TOKENS = 2**20
 
 class TokenizeRequest(StrictModel):
     """A text, or a conversation in the model's chat template."""
+
+    route: ClassVar = "/tokenize"
 
     model: str | None = None  # an adapter may ship a chat template of its own
     prompt: str | None = None
@@ -41,6 +43,8 @@ class TokenizeResponse(BaseModel):
 
 class DetokenizeRequest(StrictModel):
     """Token ids."""
+
+    route: ClassVar = "/detokenize"
 
     model: str | None = None
     tokens: Annotated[list[Int64], Field(max_length=MAX_TOKENS)]

@@ -7,6 +7,7 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
+from vexpert.errors import AdapterError
 from vexpert.server.errors import ApiError
 from vexpert.server.protocol.adapter import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
 from vexpert.server.service import allowed_models, service_of
@@ -54,6 +55,9 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
             lazy=body.lazy,
             pinned=body.pinned,
         )
+    except AdapterError as error:
+        await service.check_relative_path(body.lora_path, error)
+        raise
     except OSError as error:
         message = f"lora_path={body.lora_path!r}: cannot be read: {error}"
         raise ApiError(message, 400, "lora_path") from error

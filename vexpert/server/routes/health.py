@@ -52,6 +52,8 @@ async def version() -> dict[str, Any]:
 
 @router.get("/metrics")
 async def metrics(request: Request) -> Response:
-    """Numbers for Prometheus."""
-    page = await service_of(request).metrics_page()
+    """Numbers for Prometheus; for keys of all models, and those that may read it."""
+    service = service_of(request)
+    service.check_may_read_metrics(request)
+    page = await service.scraper.page()
     return Response(page, media_type=CONTENT_TYPE_LATEST)

@@ -2,6 +2,8 @@
 
 const KEY = "vexpert-api-key"; // of this tab alone, gone when it closes
 
+const SECONDS = 8; // for a look; a step of the engine may take some
+
 export const key = {
   get: () => sessionStorage.getItem(KEY) ?? "",
   set: (value) => sessionStorage.setItem(KEY, value),
@@ -32,8 +34,10 @@ async function request(path, body, signal) {
   throw new ApiError(response.status, message || `the server answers ${response.status}`);
 }
 
-export const getJson = async (path) => (await request(path)).json();
-export const getText = async (path) => (await request(path)).text();
+/** GET; an engine that hangs holds an answer up, and somebody looks at the page. */
+const get = (path) => request(path, undefined, AbortSignal.timeout(1000 * SECONDS));
+export const getJson = async (path) => (await get(path)).json();
+export const getText = async (path) => (await get(path)).text();
 export const post = async (path, body) => (await request(path, body)).text();
 
 /** The chunks of a streamed chat completion. Throws ApiError, also for an error inside the stream. */

@@ -22,7 +22,7 @@ export class Live {
       adaptersOf(samples),
     ]);
     this.memory.add([
-      100 * sum(samples, "vllm:kv_cache_usage_perc"),
+      percent(sum(samples, "vllm:kv_cache_usage_perc")),
       share(samples, "device"),
       share(samples, "host"),
     ]);
@@ -36,7 +36,10 @@ export class Live {
     this.before = now;
     const seconds = (now.time - before.time) / 1000;
     // A count that went down is a server that was started anew.
-    return now.counts.map((count, i) => (seconds ? Math.max(count - before.counts[i], 0) / seconds : 0));
+    return now.counts.map((count, i) => {
+      if (count === undefined || before.counts[i] === undefined) return undefined; // not told
+      return seconds ? Math.max(count - before.counts[i], 0) / seconds : 0;
+    });
   }
 }
 
@@ -45,6 +48,8 @@ function adaptersOf(samples) {
   const names = samples.find((one) => one.name === "vllm:lora_requests_info")?.labels.running_lora_adapters;
   return names === undefined ? undefined : names.split(",").filter(Boolean).length;
 }
+
+const percent = (share) => (share === undefined ? undefined : 100 * share);
 
 /** Percent of a tier's budget for adapters; undefined where the server does not tell it. */
 function share(samples, tier) {

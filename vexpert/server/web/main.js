@@ -33,10 +33,20 @@ async function adapterInfos() {
   }
 }
 
+/** The metrics page; nothing for a key that may not read it, with which the rest of the page works. */
+async function metricsPage() {
+  try {
+    return await getText("metrics");
+  } catch (error) {
+    if (!(error instanceof ApiError) || error.status !== 403) throw error;
+    return "";
+  }
+}
+
 async function lookOnce() {
   let told;
   try {
-    told = await Promise.all([getJson("v1/models"), adapterInfos(), getText("metrics")]);
+    told = await Promise.all([getJson("v1/models"), adapterInfos(), metricsPage()]);
   } catch (error) {
     complain(error);
     return;
@@ -50,7 +60,8 @@ async function lookOnce() {
 function complain(error) {
   wantsKey = error instanceof ApiError && error.status === 401;
   if (wantsKey) byId("key-form").hidden = false;
-  say("bad", wantsKey ? "this server wants an API key" : `not reachable: ${error.message}`);
+  const reason = error.name === "TimeoutError" ? "no answer within 8 seconds" : error.message;
+  say("bad", wantsKey ? "this server wants an API key" : `not reachable: ${reason}`);
 }
 
 function show(models, infos, samples) {
