@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from adapter_load import Bench, Traffic, begin_decodes, commit, make_bench
+from adapter_load import Bench, Traffic, begin_decodes, make_bench
 
 CONDITIONS = ("alone", "host", "reads", "files")
 JUDGED = ("host", "files")  # alone, or with a slice: "host, 512"
