@@ -35,6 +35,8 @@ import numpy as np
 import torch
 from adapter_load import Bench, Traffic, begin_decodes, make_bench
 
+from vexpert.checkout import commit
+
 CONDITIONS = ("alone", "host", "reads", "files")
 JUDGED = ("host", "files")  # alone, or with a slice: "host, 512"
 FEWEST = 6  # rounds

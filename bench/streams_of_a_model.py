@@ -30,11 +30,17 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from adapter_load import commit, link_adapter
 from streams_client import Stream, ask_all
 
 from vexpert import LLM, SamplingParams
-from vexpert.bench.engine.files import ModelShape, find_model_shape, write_adapter, write_model
+from vexpert.bench.engine.files import (
+    ModelShape,
+    find_model_shape,
+    link_adapter,
+    write_adapter,
+    write_model,
+)
+from vexpert.checkout import commit
 from vexpert.server.engine_boot import settle
 
 ROOT = Path(__file__).parents[1]
