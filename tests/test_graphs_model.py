@@ -139,7 +139,7 @@ def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
 def test_the_kernels_themselves(models: Models) -> None:
     """In the interpreter: three tokens of two requests, one of them with an adapter."""
     options = {"lora_backend": "triton", "max_num_seqs": 2, "max_loras": 2}
-    engine = models.engine("cpu", **options)
+    engine = models.engine("cpu", **options, warm_up="none")
     got = answers(engine, [None, "all"], tokens=2)
     assert len(graphs_of(engine)._lora) == 1
     assert_equal(got, answers(models.engine("cpu", False, **options), [None, "all"], tokens=2))
