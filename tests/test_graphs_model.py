@@ -165,8 +165,9 @@ def test_replay_equals_eager(models: Models, device: str) -> None:
             outputs = engine.step()
         assert engine.stats().steps == before + 5
         assert_equal([table(outputs[0])], [mixed[index]])
-    # One adapter in one row, unless the last of the mixed requests ran alone; the base's was there.
-    assert graphs.num_captured - captured in (0, 1)
+    # One adapter in one row; the base's was there. On a GPU, whose steps overlap with the host, the
+    # last of the mixed requests may have run alone.
+    assert graphs.num_captured - captured in ((1,) if device == "cpu" else (0, 1))
     assert not graphs.is_off
 
 

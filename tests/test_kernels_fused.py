@@ -47,7 +47,8 @@ def test_norm(shape: tuple[int, ...], form: str, dtype: torch.dtype) -> None:
         before = x.clone(), residual.clone()
         total, y = add_rms_norm(x, residual, norm, multiplier)
         want = residual + (x * multiplier if multiplier != 1.0 else x)
-        slack = 1e-6 if dtype == torch.float32 else 0.0  # a multiply-add rounds once, not twice
+        # On a GPU a multiply-add rounds once, not twice.
+        slack = 1e-6 if GPU and dtype == torch.float32 else 0.0
         torch.testing.assert_close(total, want, rtol=slack, atol=slack)
         assert_close(y, reference_rms_norm(want, norm))
         assert torch.equal(x, before[0])
@@ -108,13 +109,14 @@ def test_rope_write(
     keys, values = before.clone(), before.clone()
     got = rope_write(q, k, v, heads, rope, (cos, sin), rows, (keys, values))
     want = reference_rotate(q.view(tokens, num_q, d), heads.q_norm, rope, (cos, sin))
-    assert_close(got, want, atol=0.5)  # a GPU may round a product less: it shows where two cancel
+    atol = 0.5 if GPU else 0.1  # which may round a product less: it shows where two cancel
+    assert_close(got, want, atol)
     want_keys, want_values = before.clone(), before.clone()
     mine = rows >= 0
     k_want = reference_rotate(k.view(tokens, num_kv, d), heads.k_norm, rope, (cos, sin))
     want_keys[rows[mine]] = k_want[mine]
     want_values[rows[mine]] = v.view(tokens, num_kv, d)[mine]
-    assert_close(keys, want_keys, atol=0.5)
+    assert_close(keys, want_keys, atol)
     assert torch.equal(values, want_values)
 
 
@@ -206,7 +208,10 @@ def test_norm_and_router(
         total, normed, ids, weights = norm_router(x, residual, norm, multiplier, router, scratch)
         want_total, want_normed = add_rms_norm(x, residual, norm, multiplier)
         assert torch.equal(total, want_total)
-        assert_close(normed, want_normed)  # on a GPU a row's sum may have another order
+        if GPU:  # a row's sum may have another order
+            assert_close(normed, want_normed)
+        else:
+            assert torch.equal(normed, want_normed)
         wide = None if bias is None else bias.float()
         logits = torch.nn.functional.linear(normed.float(), weight.float(), wide)
         want_ids, want = reference_router_topk(logits, choice_bias, CHOICES[name])
