@@ -303,18 +303,23 @@ def begin_decodes(bench: Bench, batch: int) -> None:
         bench.engine.step()
 
 
-def parse() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+def add_options(parser: argparse.ArgumentParser) -> None:
+    """What `make_bench` and `begin_decodes` are told."""
     parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
     parser.add_argument("--small", action="store_true", help="a shape for a CPU")
     parser.add_argument("--layers", type=int, default=8)
     parser.add_argument("--rank", type=int, default=16)
     parser.add_argument("--adapters", type=int, default=4)
-    parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--batch", type=int, default=8)
-    parser.add_argument("--seconds", type=float, default=1.5, help="of each row of Python items")
     parser.add_argument("--readers", type=int, help="processes that read; 0: threads")
     parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
+
+
+def parse() -> argparse.Namespace:
+    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    add_options(parser)
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--seconds", type=float, default=1.5, help="of each row of Python items")
     return parser.parse_args()
 
 

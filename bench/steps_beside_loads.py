@@ -33,7 +33,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from adapter_load import Bench, Traffic, begin_decodes, make_bench
+from adapter_load import Bench, Traffic, add_options, begin_decodes, make_bench
 
 from vexpert.checkout import commit
 
@@ -175,18 +175,11 @@ def report(turns: Turns, most: float) -> dict[str, dict[str, float]]:
 
 def parse() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    parser.add_argument("--device", default="cuda" if torch.cuda.is_available() else "cpu")
-    parser.add_argument("--small", action="store_true", help="a shape for a CPU")
-    parser.add_argument("--layers", type=int, default=8)
-    parser.add_argument("--rank", type=int, default=16)
-    parser.add_argument("--adapters", type=int, default=4)
+    add_options(parser)
     parser.add_argument("--seconds", type=float, default=75.0, help="in all")
     parser.add_argument("--steps", type=int, default=200, help="of one condition in one round")
-    parser.add_argument("--batch", type=int, default=8)
     parser.add_argument("--slices", type=int, nargs="*", default=[], help="KiB")
     parser.add_argument("--most", type=float, default=5.0, help="percent")
-    parser.add_argument("--readers", type=int, help="processes that read; 0: threads")
-    parser.add_argument("--enforce-eager", action="store_true", help="no CUDA graphs")
     return parser.parse_args()
 
 
