@@ -135,6 +135,22 @@ def store_site(
         tl.store(rank_at + row, b_rank, mask=inside)
 
 
+@triton.jit
+def store_sites(
+    position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+    up_table, down_table, GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
+):  # fmt: skip
+    """Both sites' rows, see the table above."""
+    store_site(
+        position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+        up_table, 0, 2, GATE_SLICES, HAS_UP,
+    )  # fmt: skip
+    store_site(
+        position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
+        down_table, 1, 4, 1, HAS_DOWN,
+    )  # fmt: skip
+
+
 def factor_arguments(factors: PairFactors | None, none: torch.Tensor) -> tuple[torch.Tensor, ...]:
     """address, rank and the table of either site, as the kernels that fill them take them."""
     if factors is None:

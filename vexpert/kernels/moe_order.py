@@ -30,7 +30,7 @@ from vexpert.kernels.moe_factors import (
     PairFactors,
     factor_arguments,
     factor_options,
-    store_site,
+    store_sites,
 )
 
 
@@ -166,13 +166,9 @@ def _order_kernel(
     tl.store(run_end + position, up_to, mask=inside)
     if LOOK_UP:
         active = inside & (slot >= 0) & (expert < num_experts)
-        store_site(
+        store_sites(
             position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-            up_table, 0, 2, GATE_SLICES, HAS_UP,
-        )  # fmt: skip
-        store_site(
-            position, slot, expert, active, inside, address, rank_at, num_pairs, num_slots,
-            down_table, 1, 4, 1, HAS_DOWN,
+            up_table, down_table, GATE_SLICES, HAS_UP, HAS_DOWN,
         )  # fmt: skip
     within = position - expert_start
     opens = inside & (expert < num_experts) & (within % BLOCK_M == 0)

@@ -19,7 +19,7 @@ import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
-from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_site
+from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_sites
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_runs import runs_of_tile
 
@@ -65,13 +65,9 @@ def _pieces_kernel(
     tl.store(first_at + piece, position, mask=opens)
     tl.store(stop_at + piece, tl.minimum(position + PIECE, run_stop), mask=opens)
     max_pieces = max_tiles * BLOCK_M
-    store_site(
+    store_sites(
         piece, slot, expert, opens, opens, address, rank_at, max_pieces, num_slots,
-        up_table, 0, 2, GATE_SLICES, HAS_UP,
-    )  # fmt: skip
-    store_site(
-        piece, slot, expert, opens, opens, address, rank_at, max_pieces, num_slots,
-        down_table, 1, 4, 1, HAS_DOWN,
+        up_table, down_table, GATE_SLICES, HAS_UP, HAS_DOWN,
     )  # fmt: skip
 
 

@@ -22,7 +22,7 @@ import triton.language as tl
 
 from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
-from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_site
+from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_sites
 from vexpert.kernels.moe_order import PairOrder
 
 
@@ -99,26 +99,18 @@ def _runs_kernel(
     for line in tl.static_range(2, 5):
         behind = position - start >= count
         tl.store(run_rank + line * max_runs + tile * BLOCK_M + position - start, 0, mask=behind)
-    store_site(
+    store_sites(
         run, slot, expert, opens, opens, run_address, run_rank, max_runs, num_slots,
-        up_table, 0, 2, GATE_SLICES, HAS_UP,
-    )  # fmt: skip
-    store_site(
-        run, slot, expert, opens, opens, run_address, run_rank, max_runs, num_slots,
-        down_table, 1, 4, 1, HAS_DOWN,
+        up_table, down_table, GATE_SLICES, HAS_UP, HAS_DOWN,
     )  # fmt: skip
     cuts = active & ((position - first) % PIECE == 0)
     piece = tl.cumsum(cuts.to(tl.int32), 0) - 1
     piece += tl.atomic_add(num_pieces, tl.sum(cuts.to(tl.int32), 0))
     tl.store(piece_first + piece, position, mask=cuts)
     tl.store(piece_stop + piece, tl.minimum(position + PIECE, stop), mask=cuts)
-    store_site(
+    store_sites(
         piece, slot, expert, cuts, cuts, piece_address, piece_rank, max_pieces, num_slots,
-        up_table, 0, 2, GATE_SLICES, HAS_UP,
-    )  # fmt: skip
-    store_site(
-        piece, slot, expert, cuts, cuts, piece_address, piece_rank, max_pieces, num_slots,
-        down_table, 1, 4, 1, HAS_DOWN,
+        up_table, down_table, GATE_SLICES, HAS_UP, HAS_DOWN,
     )  # fmt: skip
 
 
