@@ -9,7 +9,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from types import NoneType
-from typing import Any, get_args
+from typing import Any, get_args, get_origin
 
 from vexpert.errors import ConfigError, nearest
 
@@ -25,12 +25,18 @@ def shown(value: object, longest: int = 100) -> str:
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
-def option(default: Any, help: str, group: str, choices: tuple[str, ...] | None = None) -> Any:
-    """A dataclass field that the command line can show."""
+def option(
+    default: Any, help: str, group: str | None, choices: tuple[str, ...] | None = None
+) -> Any:
+    """A dataclass field that the command line can show; without a `group` it does not."""
     return field(default=default, metadata={"help": help, "group": group, "choices": choices})
 
 
 def _check_type(name: str, value: object, kind: Any) -> None:
+    if get_origin(kind) is tuple:
+        if not isinstance(value, tuple) or not all(isinstance(each, str) for each in value):
+            raise ConfigError(f"{name}={shown(value)}: must be a tuple of str")
+        return
     kinds = get_args(kind) or (kind,)
     if isinstance(value, bool):
         ok = bool in kinds
@@ -142,6 +148,9 @@ class EngineConfig:
     )
     lora_weights: str | None = option(
         None, 'shares of tenants, the part of a name before "/", as JSON: {"team": 2}', "lora"
+    )
+    allowed_adapter_roots: tuple[str, ...] = option(
+        (), "folders: an adapter below one of them may have no file, links followed, outside", None
     )
     lora_use_virtual_experts: bool = option(True, "one grouped product for all adapters", "lora")
     lora_backend: str = option(

@@ -104,7 +104,7 @@ def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, Any]:
     hints = typing.get_type_hints(EngineConfig)
     groups = {name: parser.add_argument_group(title) for name, title in GROUP_TITLES.items()}
     for spec in dataclasses.fields(EngineConfig):
-        if spec.name != "model":
+        if spec.metadata["group"] in groups and spec.name != "model":
             _add_option(groups[spec.metadata["group"]], spec, hints[spec.name])
     return groups
 
@@ -138,5 +138,9 @@ def _plain_type(hint: Any) -> type:
 def engine_config(args: argparse.Namespace, **overrides: Any) -> EngineConfig:
     """The EngineConfig that parsed options describe. Raises ConfigError."""
     names = {spec.name for spec in dataclasses.fields(EngineConfig)}
-    given = {name: value for name, value in vars(args).items() if name in names}
+    given = {
+        name: tuple(value) if isinstance(value, list) else value
+        for name, value in vars(args).items()
+        if name in names
+    }
     return EngineConfig.from_options(**{**given, **overrides})

@@ -15,6 +15,7 @@ from vexpert.errors import AdapterError
 from vexpert.lora.header import Entry, parse_header
 from vexpert.lora.json_files import MAX_INDEX_BYTES, check_pointer, check_regular, read_json
 from vexpert.lora.key_lists import counted, key_lines
+from vexpert.lora.opening import open_file
 from vexpert.lora.parallel import run_all
 
 SAFETENSORS = "adapter_model.safetensors"
@@ -137,7 +138,7 @@ def _content(path: Path) -> torch.Tensor:
     Not a mapping: a file that is cut short while it is mapped, or a disk that fails, would kill the
     process, with every other adapter in it.
     """
-    with path.open("rb", buffering=0) as file:
+    with open_file(path) as file:
         before = os.fstat(file.fileno())
         nbytes = before.st_size
         content = torch.empty(nbytes, dtype=torch.uint8)
@@ -197,11 +198,12 @@ def _read_pickle(path: Path) -> Tensors:
     """A .bin through torch's restricted unpickler, which builds tensors only and runs no code."""
     try:
         check_regular(path)
-        if not zipfile.is_zipfile(path):
-            with path.open("rb") as file:
-                check_pointer(path, file.read(100))
-            raise zipfile.BadZipFile("not the archive that torch.save writes")
-        loaded = torch.load(path, map_location="cpu", weights_only=True)
+        with open_file(path) as file:
+            check_pointer(path, file.read(100))
+            if not zipfile.is_zipfile(file):
+                raise zipfile.BadZipFile("not the archive that torch.save writes")
+            file.seek(0)
+            loaded = torch.load(file, map_location="cpu", weights_only=True)
     except AdapterError:
         raise
     except PermissionError as error:

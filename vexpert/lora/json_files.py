@@ -8,6 +8,7 @@ from typing import Any
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
+from vexpert.lora.opening import open_file
 
 
 def check_regular(path: Path) -> None:
@@ -62,7 +63,7 @@ def read_json(path: Path, most: int = MAX_BYTES) -> dict[str, Any]:
 
 
 def _read_text(path: Path, most: int) -> str:
-    with path.open("rb") as file:
+    with open_file(path) as file:
         content = file.read(most + 1)
     if len(content) > most:
         raise AdapterError(

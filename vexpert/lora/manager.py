@@ -73,7 +73,10 @@ class AdapterManager:
         state.installed = self.pool.extras
         self._lock = threading.RLock()
         self._host = HostTier(
-            AdapterLoader(reader, targets, config.max_lora_rank, dtype, base_weight),
+            AdapterLoader(
+                *(reader, targets, config.max_lora_rank, dtype, base_weight),
+                roots=config.allowed_adapter_roots,
+            ),
             memory,
             host_bytes(config),
             config.max_cpu_loras,

@@ -15,6 +15,7 @@ from vexpert.lora.files import NO_FOLDER
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.json_files import check_regular
 from vexpert.lora.memory_source import AdapterTensors, adapter_tensors
+from vexpert.lora.opening import limited
 from vexpert.lora.pack import Allocate, PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
 
@@ -135,6 +136,7 @@ class AdapterLoader:
     max_rank: int
     dtype: torch.dtype
     base_weight: BaseWeight | None = None  # needed where the reader lets extras pass
+    roots: tuple[str, ...] = ()  # what lies below them is read from below them; empty: anything
 
     def portable(self) -> "AdapterLoader":
         """The same without the base weights, for a process that does not have them."""
@@ -150,6 +152,10 @@ class AdapterLoader:
 
         `allocate` is called once, when the size is known.
         """
+        with limited(source.folder or Path(), self.roots if source.folder else ()):
+            return self._load(source, allocate, expected)
+
+    def _load(self, source: Source, allocate: Allocate, expected: Fingerprint | None) -> HostCopy:
         files = source.observe()
         if expected is not None and files != expected:
             raise AdapterError(

@@ -42,9 +42,14 @@ class PromptBuilder:
     """
 
     def __init__(
-        self, tokenizer: Tokenizer, facts: EngineFacts, chat_template: str | None = None
+        self,
+        tokenizer: Tokenizer,
+        facts: EngineFacts,
+        chat_template: str | None = None,
+        roots: tuple[str, ...] = (),
     ) -> None:
-        """`chat_template`: in place of the tokenizer's own."""
+        """`chat_template`: in place of the tokenizer's own; `roots`: see `adapter_template`."""
+        self._roots = roots
         self._chat_template = chat_template
         self._tokenizer = tokenizer
         self._vocab_size = facts.vocab_size
@@ -68,7 +73,8 @@ class PromptBuilder:
         """
         own = None
         if folder is not None:
-            own = await asyncio.wrap_future(self._files.submit(adapter_template, folder))
+            reading = self._files.submit(adapter_template, folder, self._roots)
+            own = await asyncio.wrap_future(reading)
         self._check_template(own, tools)
         if own is None:
             text = await self._on_thread(self._render, body, tools)

@@ -7,6 +7,7 @@ from pathlib import Path
 from starlette.requests import Request
 
 from vexpert.errors import AdapterError, ConfigError
+from vexpert.lora.opening import resolved_inside
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deadlines import Unanswered
 from vexpert.server.engine_client import AsyncEngine
@@ -40,7 +41,8 @@ class Service:
         limits = options.max_queue_len, options.keep_alive, options.engine_restarts
         self.engine = AsyncEngine(host, self.recorder, *limits, options.engine_step_timeout)
         self.facts = host.facts
-        self.prompts = PromptBuilder(host.tokenizer, self.facts, options.chat_template)
+        texts = options.chat_template, options.adapter_roots
+        self.prompts = PromptBuilder(host.tokenizer, self.facts, *texts)
         self.traces = make_traces(options.otlp_traces_endpoint)
         self.base_names = options.served_model_names or (self.facts.name,)
         self.scraper = Scraper(self.engine, self.base_names[0], self.recorder)
@@ -101,15 +103,20 @@ class Service:
             message = f"this API key is for some models only; list {METRICS} among them in its file"
             raise ApiError(message, 403, code="not_allowed")
 
-    async def check_adapter_path(self, path: str) -> None:
-        """Raise ApiError for an adapter's folder outside the allowed roots, or with links out."""
+    async def adapter_path(self, path: str) -> str:
+        """`path`, without links where there are allowed roots.
+
+        Raises ApiError for a folder outside of them, or with links out.
+        """
         roots = self.options.adapter_roots
-        if not roots:
-            return
-        if not await asyncio.wrap_future(self._paths.submit(_is_allowed, path, roots)):
+        if not roots or not path:  # the engine refuses an empty one
+            return path
+        real = await asyncio.wrap_future(self._paths.submit(_allowed_path, path, roots))
+        if real is None:
             shown = ", ".join(map(str, roots))
             message = f"lora_path={path!r}: adapters may be loaded from {shown} only"
             raise ApiError(message, 403, "lora_path", "path_not_allowed")
+        return real
 
     async def check_relative_path(self, path: str, error: AdapterError) -> None:
         """Raise ApiError where a relative folder is not there, with the absolute one."""
@@ -135,14 +142,16 @@ class Service:
         return ApiError(message, 404, "model", "model_not_found")
 
 
-def _is_allowed(path: str, roots: tuple[str, ...]) -> bool:
-    """Whether a folder, and all that lies in it, is inside one of `roots`, links followed."""
-    folder, resolved = Path(path), [Path(root).resolve() for root in roots]
+def _allowed_path(path: str, roots: tuple[str, ...]) -> str | None:
+    """A folder without links, if it and all that lies in it is inside one of `roots`; else None."""
     try:
-        places = [folder, *(folder.iterdir() if folder.is_dir() else ())]
-        return all(_is_inside(place.resolve(), resolved) for place in places)
-    except (OSError, ValueError, RuntimeError):
-        return False
+        folder = resolved_inside(path, roots)
+        inner = folder.iterdir() if folder is not None and folder.is_dir() else ()
+        if folder is None or not all(resolved_inside(each, roots) for each in inner):
+            return None
+    except (OSError, ValueError):
+        return None
+    return str(folder)
 
 
 def _is_folder(path: Path) -> bool:
@@ -150,10 +159,6 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError):
         return False
-
-
-def _is_inside(place: Path, roots: list[Path]) -> bool:
-    return any(place.is_relative_to(root) for root in roots)
 
 
 def allowed_models(request: Request) -> frozenset[str] | None:

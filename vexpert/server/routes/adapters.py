@@ -42,14 +42,14 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
     """Load an adapter from a folder of this machine; running requests go on meanwhile."""
     service = service_of(request)
     service.check_may_change_adapters(request)
-    await service.check_adapter_path(body.lora_path)
+    path = await service.adapter_path(body.lora_path)
     if body.lora_name in service.base_names:
         message = f"lora_name={body.lora_name!r}: this is the base model's name; choose another"
         raise ApiError(message, 400, "lora_name")
     try:
         await service.engine.load_adapter(
             body.lora_name,
-            body.lora_path,
+            path,
             lora_B_layout=body.lora_B_layout,
             load_inplace=body.load_inplace,
             lazy=body.lazy,
