@@ -24,7 +24,10 @@ BAD = [
     *[("stop", value) for value in (None, 5, [5], [None], {"a": 1}, [""], b"a", "")],
     ("stop", ["a"] * (MAX_STOPS + 1)),
     ("stop", "a" * (MAX_STOP_CHARACTERS + 1)),
-    *[("stop_token_ids", value) for value in (None, 5, "5", ["5"], [1.0], [True], [None])],
+    *[
+        ("stop_token_ids", value)
+        for value in (None, 5, "5", ["5"], [1.0], [True], [None], [0] * 1025)
+    ],
     *[("logit_bias", value) for value in (None, [], 5, {"5": 1.0}, {True: 1.0}, {1.0: 1.0})],
     *[("logit_bias", {5: value}) for value in ("1", None, True, HUGE, float("nan"), 100.5)],
     ("repetition_penalty", 0.009),

@@ -9,6 +9,7 @@ from vexpert.errors import RequestError
 
 MAX_STOPS = 64  # each is looked for at every token
 MAX_STOP_CHARACTERS = 1000
+MAX_STOP_TOKENS = 1024  # each token is compared with all of them
 
 
 def _require(condition: bool, param: str, value: object, rule: str) -> None:
@@ -119,6 +120,8 @@ class SamplingParams:
         tokens = self.stop_token_ids
         is_list = isinstance(tokens, list | tuple) and all(map(_is_int, tokens))
         _require(is_list, "stop_token_ids", tokens, "use a list of integers")
+        rule = f"use at most {MAX_STOP_TOKENS} tokens"
+        _require(len(tokens) <= MAX_STOP_TOKENS, "stop_token_ids", len(tokens), rule)
         object.__setattr__(self, "stop", tuple(stop))
         object.__setattr__(self, "stop_token_ids", tuple(tokens))
 

@@ -9,6 +9,7 @@ from vexpert.log import get_logger
 from vexpert.server.errors import ApiError, error_response
 from vexpert.server.progress import ShuttingDownError
 from vexpert.server.service import Service
+from vexpert.server.structure import excess
 
 logger = get_logger(__name__)
 
@@ -80,7 +81,10 @@ class DrainMiddleware:
 
 
 class BodyLimitMiddleware:
-    """Answer 413 to a body of more than `limit` bytes before it is all read, 408 to a slow one."""
+    """Answer 413 to a body of more than `limit` bytes before it is all read, 408 to a slow one.
+
+    And 413 to one of too many values for the parser, whose turn comes when it is complete.
+    """
 
     def __init__(self, app: ASGIApp, limit: int, seconds: float) -> None:
         self.app = app
@@ -95,7 +99,7 @@ class BodyLimitMiddleware:
         if length.isdigit() and int(length) > self.limit:
             await error_response(self._error())(scope, receive, send)
             return
-        seen, is_complete = 0, False
+        seen, is_complete, chunks = 0, False, list[bytes]()
         end = asyncio.get_running_loop().time() + self.seconds
 
         async def limited() -> Message:
@@ -110,12 +114,25 @@ class BodyLimitMiddleware:
             seen += len(message.get("body", b""))
             if seen > self.limit:
                 raise self._error().as_http()
+            if message["type"] == "http.request":
+                chunks.append(message.get("body", b""))
+                _check_structure(chunks, is_complete)
             return message
 
         await self.app(scope, limited, send)
 
     def _error(self) -> ApiError:
         return ApiError(f"the body has more than {self.limit} bytes; send less at once", 413)
+
+
+def _check_structure(chunks: list[bytes], is_complete: bool) -> None:
+    """Once all `chunks` of a body are there; they are dropped then. Raises HTTPException."""
+    if not is_complete:
+        return
+    too_much = excess(chunks)
+    chunks.clear()
+    if too_much is not None:
+        raise ApiError(f"the body has more than {too_much}; send less at once", 413).as_http()
 
 
 class UnexpectedErrorMiddleware:

@@ -6,7 +6,16 @@ from pydantic import Field, model_validator
 
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError
-from vexpert.server.protocol.fields import Positive, StrictModel, TopCount, at_most, only, refusal
+from vexpert.server.protocol.fields import (
+    ListOf,
+    Positive,
+    StrictModel,
+    TopCount,
+    at_most,
+    first_wrong,
+    only,
+    refusal,
+)
 from vexpert.server.protocol.message import (
     MAX_MESSAGES,
     OLD_FUNCTIONS,
@@ -55,7 +64,7 @@ class ChatCompletionRequest(SamplingFields):
 
     route: ClassVar = "/v1/chat/completions"
 
-    messages: Annotated[list[Message], Field(min_length=1), at_most(MAX_MESSAGES)]
+    messages: Annotated[ListOf[Message], Field(min_length=1), at_most(MAX_MESSAGES)]
     max_completion_tokens: Positive | None = None
     max_tokens: Positive | None = None
     logprobs: bool | None = None
@@ -68,7 +77,7 @@ class ChatCompletionRequest(SamplingFields):
     parallel_tool_calls: bool | None = None
 
     # Labels and hints that change no answer.
-    metadata: dict[str, str] | None = None
+    metadata: Annotated[dict[str, str] | None, first_wrong(str)] = None
     safety_identifier: str | None = None
     prompt_cache_key: str | None = None
 

@@ -5,7 +5,7 @@ from typing import Annotated, Any, ClassVar
 from pydantic import BeforeValidator
 
 from vexpert.errors import RequestError
-from vexpert.server.protocol.fields import Count, Int64, Positive, TopCount, only, refusal
+from vexpert.server.protocol.fields import Count, Int64, ListOf, Positive, TopCount, only, refusal
 from vexpert.server.protocol.sampling import SamplingFields
 
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
@@ -40,7 +40,7 @@ class CompletionRequest(SamplingFields):
     route: ClassVar = "/v1/completions"
 
     prompt: Annotated[
-        str | list[str] | list[Int64] | list[list[Int64]], BeforeValidator(check_prompt)
+        str | ListOf[str] | ListOf[Int64] | ListOf[ListOf[Int64]], BeforeValidator(check_prompt)
     ]
     best_of: Positive | None = None
     echo: bool | None = None

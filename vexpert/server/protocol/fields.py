@@ -1,6 +1,6 @@
 """Building blocks of request bodies: strict models, bounded integers, fields that only idle."""
 
-from typing import Annotated, Any, ClassVar
+from typing import Annotated, Any, ClassVar, TypeVar
 
 from pydantic import (
     AfterValidator,
@@ -17,11 +17,18 @@ Count = Annotated[int, Field(ge=0, le=2**31 - 1)]
 TopCount = Annotated[int, Field(ge=0, le=20)]  # OpenAI's limit; a whole vocabulary is no answer
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
+T = TypeVar("T")
+ListOf = Annotated[
+    list[T], Field(fail_fast=True)
+]  # one finding is told; a million of them take a minute
+MOST_UNKNOWN = 16  # fields that are looked at
+
 
 class StrictModel(BaseModel):
     """A body or a part of one: an unknown field is an error, and so is a value of another type.
 
     An unknown field that is null asks for nothing, and is left out: clients send their defaults.
+    Of very many unknown fields the first are found, which is enough to refuse them.
     """
 
     model_config = ConfigDict(extra="forbid", strict=True)
@@ -29,10 +36,17 @@ class StrictModel(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _leave_out_nulls(cls, given: Any) -> Any:
-        if not isinstance(given, dict) or None not in given.values():
+    def _leave_out(cls, given: Any) -> Any:
+        if not isinstance(given, dict):
             return given
-        return {k: v for k, v in given.items() if v is not None or k in cls.model_fields}
+        if None in given.values():
+            given = {k: v for k, v in given.items() if v is not None or k in cls.model_fields}
+        if len(given) > len(cls.model_fields) + MOST_UNKNOWN:
+            known = cls.model_fields.keys() | {each.alias for each in cls.model_fields.values()}
+            unknown = [key for key in given if key not in known]
+            surplus = set(unknown[MOST_UNKNOWN:])
+            given = {key: value for key, value in given.items() if key not in surplus}
+        return given
 
 
 def refusal(reason: str) -> PydanticCustomError:
@@ -47,6 +61,18 @@ def at_most(count: int) -> BeforeValidator:
         if isinstance(value, list) and len(value) > count:
             raise refusal(f"{len(value)} parts; send at most {count}")
         return value
+
+    return BeforeValidator(check)
+
+
+def first_wrong(*kinds: type) -> BeforeValidator:
+    """Of an object with a value of another type, leave that one: pydantic would tell all."""
+
+    def check(value: Any) -> Any:
+        if not isinstance(value, dict):
+            return value
+        wrong = next((key for key, each in value.items() if type(each) not in kinds), None)
+        return value if wrong is None else {wrong: value[wrong]}
 
     return BeforeValidator(check)
 

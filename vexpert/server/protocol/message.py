@@ -6,7 +6,7 @@ from typing import Annotated, Any, Literal
 from pydantic import BeforeValidator, model_validator
 
 from vexpert.errors import RequestError
-from vexpert.server.protocol.fields import StrictModel, at_most, only, refusal
+from vexpert.server.protocol.fields import ListOf, StrictModel, at_most, only, refusal
 from vexpert.server.protocol.tools import ToolCall
 
 OLD_FUNCTIONS = "the old function calls are not served; use tools"
@@ -18,7 +18,7 @@ RESERVED = {
     "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs",
     "tools", "truncation",
 }  # fmt: skip
-MAX_MESSAGES = 65536  # each takes some tokens of the context
+MAX_MESSAGES = 32768  # each takes some tokens of the context
 MAX_CALLS = 1024  # of one message
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
@@ -64,9 +64,9 @@ class Message(StrictModel):
     """One turn of the conversation."""
 
     role: Annotated[str, BeforeValidator(check_role)]
-    content: Annotated[str | list[TextPart] | None, BeforeValidator(check_content)] = None
+    content: Annotated[str | ListOf[TextPart] | None, BeforeValidator(check_content)] = None
     name: str | None = None  # handed to the chat template
-    tool_calls: Annotated[list[ToolCall] | None, at_most(MAX_CALLS)] = None
+    tool_calls: Annotated[ListOf[ToolCall] | None, at_most(MAX_CALLS)] = None
     tool_call_id: str | None = None
     refusal: Annotated[Any, only("an assistant's refusal cannot be replayed; use content")] = None
     annotations: Annotated[Any, only(TEXT_ONLY, [])] = None  # null in an answer sent back whole

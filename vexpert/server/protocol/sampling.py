@@ -7,7 +7,16 @@ from pydantic import Field
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError
-from vexpert.server.protocol.fields import Count, Int64, Positive, StrictModel, TopCount, only
+from vexpert.server.protocol.fields import (
+    Count,
+    Int64,
+    ListOf,
+    Positive,
+    StrictModel,
+    TopCount,
+    first_wrong,
+    only,
+)
 
 PASSED_ON = (
     "n",
@@ -38,7 +47,7 @@ class StructuredFields(StrictModel):
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: list[str] | None = None
+    choice: ListOf[str] | None = None
     grammar: str | None = None
     disable_any_whitespace: bool | None = None
 
@@ -64,15 +73,15 @@ class SamplingFields(StrictModel):
     presence_penalty: float | None = None
     frequency_penalty: float | None = None
     seed: Int64 | None = None
-    stop: str | list[str] | None = None
-    logit_bias: dict[str, float] | None = None
+    stop: str | ListOf[str] | None = None
+    logit_bias: Annotated[dict[str, float] | None, first_wrong(int, float)] = None
     max_tokens: Count | None = None
 
     # vLLM's additions
     top_k: Annotated[int, Field(ge=-1, le=2**31 - 1)] | None = None
     min_p: float | None = None
     repetition_penalty: float | None = None
-    stop_token_ids: list[Count] | None = None
+    stop_token_ids: ListOf[Count] | None = None
     include_stop_str_in_output: bool | None = None
     ignore_eos: bool | None = None
     min_tokens: Count | None = None
@@ -82,7 +91,7 @@ class SamplingFields(StrictModel):
     structured_outputs: StructuredFields | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: list[str] | None = None
+    guided_choice: ListOf[str] | None = None
     guided_grammar: str | None = None
 
     def check_stream_fields(self) -> None:

@@ -4,7 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BaseModel, Field, model_validator
 
-from vexpert.server.protocol.fields import Int64, StrictModel, at_most, refusal
+from vexpert.server.protocol.fields import Int64, ListOf, StrictModel, at_most, refusal
 from vexpert.server.protocol.message import MAX_MESSAGES, Message
 from vexpert.server.protocol.tools import Tools
 
@@ -18,7 +18,7 @@ class TokenizeRequest(StrictModel):
 
     model: str | None = None  # an adapter may ship a chat template of its own
     prompt: str | None = None
-    messages: Annotated[list[Message], Field(min_length=1), at_most(MAX_MESSAGES)] | None = None
+    messages: Annotated[ListOf[Message], Field(min_length=1), at_most(MAX_MESSAGES)] | None = None
     tools: Tools | None = None
     add_generation_prompt: bool | None = None
     add_special_tokens: bool | None = None
@@ -47,7 +47,7 @@ class DetokenizeRequest(StrictModel):
     route: ClassVar = "/detokenize"
 
     model: str | None = None
-    tokens: Annotated[list[Int64], Field(max_length=MAX_TOKENS)]
+    tokens: Annotated[ListOf[Int64], Field(max_length=MAX_TOKENS)]
 
 
 class DetokenizeResponse(BaseModel):

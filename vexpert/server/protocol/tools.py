@@ -4,7 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
-from vexpert.server.protocol.fields import StrictModel, refusal
+from vexpert.server.protocol.fields import ListOf, StrictModel, at_most, refusal
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
 MAX_TOOLS = 128  # OpenAI's
@@ -38,7 +38,7 @@ class Tool(StrictModel):
         return {"type": "function", "function": function}
 
 
-Tools = Annotated[list[Annotated[Tool, BeforeValidator(check_kind)]], Field(max_length=MAX_TOOLS)]
+Tools = Annotated[ListOf[Annotated[Tool, BeforeValidator(check_kind)]], Field(max_length=MAX_TOOLS)]
 
 
 class FunctionName(StrictModel):
@@ -58,7 +58,11 @@ class AllowedTools(StrictModel):
     """The tools of a request that this turn may use."""
 
     mode: Literal["auto", "required"]
-    tools: Annotated[list[Annotated[NamedTool, BeforeValidator(check_kind)]], Field(min_length=1)]
+    tools: Annotated[
+        ListOf[Annotated[NamedTool, BeforeValidator(check_kind)]],
+        Field(min_length=1),
+        at_most(MAX_TOOLS),
+    ]
 
 
 class ToolChoice(StrictModel):
