@@ -1,9 +1,18 @@
-"""`python -m vexpert`."""
+"""`python -m vexpert`, and what the command `vexpert` calls."""
 
-try:
-    from vexpert.cli.main import main
-except KeyboardInterrupt:  # Ctrl-C while the command is imported needs no traceback
-    raise SystemExit(130) from None
+from vexpert.early import guard
+
+guard()  # before anything is imported that takes time
+
+
+def main() -> int:
+    """Run the command line; the exit code."""
+    from vexpert.cli import main as cli
+
+    code = cli.main()
+    guard(code)  # what the interpreter does at its end takes time, too
+    return code
+
 
 if __name__ == "__main__":
     raise SystemExit(main())

@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from vexpert import __version__
 from vexpert.cli.examples import EXAMPLES, examples
 from vexpert.cli.parser import Parser
+from vexpert.early import release
 from vexpert.errors import AdapterError, VexpertError
 
 # Each module has add_arguments(parser) and run(args) -> exit code, and imports heavy things in run.
@@ -55,7 +56,11 @@ def main(arguments: Sequence[str] | None = None) -> int:
     """Run one command; its exit code: 0, 1 when something failed, 2 for the caller's mistakes."""
     try:
         args = build_parser().parse_args(arguments)  # imports: a Ctrl-C may come meanwhile
-        return int(importlib.import_module(args.module).run(args))
+        run = importlib.import_module(args.module).run
+        release()
+        code = int(run(args))
+        print(end="", flush=True)  # here a reader that is gone is met below
+        return code
     except AdapterError as error:  # its lists of keys are lines of their own
         print(f"error: {error}", file=sys.stderr)
         return 2
