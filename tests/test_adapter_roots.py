@@ -180,7 +180,7 @@ def test_the_server_keeps_the_resolved_folder(tmp_path: Path, roots: tuple[str, 
     """A link to the folder, or above it, may change afterwards: nothing is read through it."""
     (tmp_path / "in" / "current").symlink_to("a")
     (tmp_path / "way").symlink_to(tmp_path / "in")
-    options = ServerOptions((BASE,), adapter_roots=roots, status_interval=None)
+    options = ServerOptions((BASE,), allowed_adapter_roots=roots, status_interval=None)
     engine = make_fake_engine()
     with serving(engine, options) as running:
         for i, path in enumerate(["in/current", "way/a", "way/current"]):

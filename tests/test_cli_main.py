@@ -12,9 +12,12 @@ from vexpert import __version__
 from vexpert.cli.main import COMMANDS, build_parser, main
 from vexpert.cli.parser import engine_config
 from vexpert.cli.serve import lora_module
+from vexpert.cli.serve_options import server_options
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.server.interface import LoraModule
+from vexpert.server.options import TOOL_FORMATS, ServerOptions
+from vexpert.server.tools.formats import FORMATS
 
 SPINNING = ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")
 
@@ -42,6 +45,50 @@ def test_every_engine_option_has_a_flag() -> None:
         enforce_eager=True,
         lora_backend="torch",
     )
+
+
+def test_every_option_of_the_server_is_its_field() -> None:
+    assert server_options(parse("serve")) == ServerOptions()
+    assert set(TOOL_FORMATS) == set(FORMATS)
+    args = parse(
+        "serve", "--served-model-name", "a", "b", "--no-web", "--api-key", "k",
+        "--api-key-file", "f", "--allowed-adapter-roots", "x", "y", "--allowed-origins", "*",
+        "--allowed-methods", "GET", "--allowed-headers", "X-A", "--allow-credentials",
+        "--max-body-bytes", "5",
+        "--max-queue-len", "6", "--request-timeout", "7", "--write-timeout", "8",
+        "--engine-step-timeout", "0", "--shutdown-timeout", "9", "--engine-restarts", "10",
+        "--tool-call-parser", "hermes", "--disable-uvicorn-access-log", "--disable-log-stats",
+        "--otlp-traces-endpoint", "http://x",
+    )  # fmt: skip
+    assert engine_config(args) == EngineConfig(allowed_adapter_roots=("x", "y"))
+    options = server_options(args)
+    assert options == ServerOptions(
+        served_model_names=("a", "b"),
+        web=False,
+        api_keys=("k",),
+        api_key_file="f",
+        allowed_adapter_roots=("x", "y"),
+        allowed_origins=("*",),
+        allowed_methods=("GET",),
+        allowed_headers=("X-A",),
+        allow_credentials=True,
+        max_body_bytes=5,
+        max_queue_len=6,
+        request_timeout=7.0,
+        write_timeout=8.0,
+        engine_step_timeout=0.0,
+        shutdown_timeout=9.0,
+        engine_restarts=10,
+        tool_call_parser="hermes",
+        access_log=False,
+        status_interval=None,
+        otlp_traces_endpoint="http://x",
+    )
+    for spec in dataclasses.fields(ServerOptions):  # none was forgotten above
+        if spec.metadata:
+            assert getattr(options, spec.name) != spec.default, spec.name
+    assert (options.time_limit, options.step_timeout) == (7.0, float("inf"))
+    assert ServerOptions().time_limit is None
 
 
 @pytest.mark.parametrize("command", ["serve", "bench throughput"])

@@ -24,13 +24,7 @@ watch   /metrics
 def server(tmp_path_factory: pytest.TempPathFactory) -> Any:
     file = tmp_path_factory.mktemp("keys") / "keys.txt"
     file.write_text(KEYS)
-    keys = read_keys(str(file))
-    options = ServerOptions(
-        (BASE,),
-        api_keys=tuple(key for key, models in keys.items() if not models),
-        restricted_keys={key: models for key, models in keys.items() if models},
-        status_interval=None,
-    )
+    options = ServerOptions((BASE,), api_key_file=str(file), status_interval=None)
     with serving(make_fake_engine(), options) as running:
         yield running
 
@@ -104,8 +98,8 @@ def test_a_key_is_one_word(key: str) -> None:
 
 
 def test_names_that_no_model_has_are_told(caplog: pytest.LogCaptureFixture) -> None:
-    keys = {"a": frozenset({"upper", "later"}), "b": frozenset({METRICS, "typo"})}
-    warn_of_unknown(keys, (BASE, "upper"))
+    lists = [frozenset({"upper", "later"}), frozenset({METRICS, "typo"})]
+    warn_of_unknown(lists, (BASE, "upper"))
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "'later'" in told[0]
@@ -148,7 +142,9 @@ def test_adapters_come_from_allowed_folders_alone(tmp_path: Path) -> None:
     sly = tmp_path / "in" / "sly"
     sly.mkdir()
     (sly / "adapter_config.json").symlink_to(outside / "adapter_config.json")
-    options = ServerOptions((BASE,), adapter_roots=(str(tmp_path / "in"),), status_interval=None)
+    options = ServerOptions(
+        (BASE,), allowed_adapter_roots=(str(tmp_path / "in"),), status_interval=None
+    )
     with serving(make_fake_engine(), options) as running:
 
         def load(name: str, path: object) -> int:

@@ -10,7 +10,7 @@ import pytest
 from helpers_server import BASE, FakeEngine, RunningServer, make_fake_engine, serving, wait_for
 
 from vexpert.log import JsonFormatter
-from vexpert.server.options import CorsOptions, ServerOptions
+from vexpert.server.options import ServerOptions
 
 pytest_plugins = ["helpers_server_fixtures"]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -271,9 +271,9 @@ def test_a_body_that_does_not_arrive_is_408() -> None:
 
 
 def test_pages_of_other_origins_may_ask_where_allowed() -> None:
-    cors = CorsOptions(origins=("https://a.example",))
+    origins = ("https://a.example",)
     asked = {"Origin": "https://a.example", "Access-Control-Request-Method": "POST"}
-    with serving(make_fake_engine(), options(cors=cors, api_keys=("k",))) as running:
+    with serving(make_fake_engine(), options(allowed_origins=origins, api_keys=("k",))) as running:
         preflight = running.http.options(CHAT, headers=asked)
         assert preflight.status_code == 200
         assert preflight.headers["access-control-allow-origin"] == "https://a.example"

@@ -1,7 +1,7 @@
 """Engine options: one frozen dataclass, used by Python callers and by the command line alike.
 
-Field metadata drives the command line: `help`, `group`, `choices`. A bool becomes
-`--name / --no-name`; an underscore becomes a dash.
+Field metadata drives the command line: `help`, `group`, `choices`; the server's options have more
+of it. A bool becomes `--name / --no-name`; an underscore becomes a dash.
 """
 
 import dataclasses
@@ -26,10 +26,20 @@ def shown(value: object, longest: int = 100) -> str:
 
 
 def option(
-    default: Any, help: str, group: str | None, choices: tuple[str, ...] | None = None
+    default: Any,
+    help: str,
+    group: str | None,
+    choices: tuple[str, ...] | None = None,
+    **more: Any,
 ) -> Any:
-    """A dataclass field that the command line can show; without a `group` it does not."""
-    return field(default=default, metadata={"help": help, "group": group, "choices": choices})
+    """A dataclass field that the command line can show; without a `group` it does not.
+
+    More: `flag`, where it is not the field's name; `metavar`; `switch`, the value that the flag
+    alone sets.
+    """
+    metadata = {"help": help, "group": group, "choices": choices, **more}
+    assert more.keys() <= {"flag", "metavar", "switch"}
+    return field(default=default, metadata=metadata)
 
 
 def _check_type(name: str, value: object, kind: Any) -> None:

@@ -7,12 +7,13 @@ import sys
 import types
 import typing
 from collections.abc import Sequence
-from typing import Any, NoReturn
+from typing import Any, NoReturn, TypeAlias
 
 from vexpert.cli.config_file import file_in, read_defaults
 from vexpert.config import EngineConfig
 from vexpert.errors import VexpertError, nearest
 
+Field: TypeAlias = "dataclasses.Field[Any]"
 GROUP_TITLES = {
     "model": "model",
     "cache": "KV cache",
@@ -105,30 +106,43 @@ def add_engine_options(parser: argparse.ArgumentParser) -> dict[str, Any]:
     groups = {name: parser.add_argument_group(title) for name, title in GROUP_TITLES.items()}
     for spec in dataclasses.fields(EngineConfig):
         if spec.metadata["group"] in groups and spec.name != "model":
-            _add_option(groups[spec.metadata["group"]], spec, hints[spec.name])
+            add_option(groups[spec.metadata["group"]], spec, hints[spec.name])
     return groups
 
 
-def _add_option(group: Any, spec: "dataclasses.Field[Any]", hint: Any) -> None:
-    flag = "--" + spec.name.replace("_", "-")
+def _flag(spec: Field) -> str:
+    given: str | None = spec.metadata.get("flag")
+    return given or "--" + spec.name.replace("_", "-")
+
+
+def dest_of(spec: Field) -> str:
+    """Where the parser leaves the value of a field's option."""
+    return _flag(spec).removeprefix("--").replace("-", "_")
+
+
+def add_option(group: Any, spec: Field, hint: Any) -> None:
+    """The option of a dataclass's field, whose metadata `vexpert.config.option` made."""
     help = spec.metadata["help"].replace("%", "%%")  # argparse formats it
-    shared = {"dest": spec.name, "default": spec.default, "help": help}
+    if "switch" in spec.metadata:
+        group.add_argument(_flag(spec), action="store_true", help=help)
+        return
+    default = list(spec.default) if isinstance(spec.default, tuple) else spec.default
+    shared = {"dest": dest_of(spec), "default": default, "help": help}
     if hint is bool:
-        group.add_argument(flag, action=argparse.BooleanOptionalAction, **shared)
+        group.add_argument(_flag(spec), action=argparse.BooleanOptionalAction, **shared)
         return
     kind = _plain_type(hint)
     choices = spec.metadata["choices"]
-    group.add_argument(
-        flag,
-        type=kind,
-        choices=choices,
-        metavar=None if choices else {int: "N", float: "X"}.get(kind, "TEXT"),
-        **shared,
-    )
+    usual = None if choices else {int: "N", float: "X"}.get(kind, "TEXT")
+    shared |= {"nargs": "+"} if isinstance(spec.default, tuple) else {}
+    metavar = spec.metadata.get("metavar", usual)
+    group.add_argument(_flag(spec), type=kind, choices=choices, metavar=metavar, **shared)
 
 
 def _plain_type(hint: Any) -> type:
-    """The type of a value given in words: `int | None` is int."""
+    """The type of a value given in words: `int | None` is int, of several `tuple[str, ...]` str."""
+    if typing.get_origin(hint) is tuple:
+        hint = typing.get_args(hint)[0]
     if isinstance(hint, types.UnionType):
         hint = next(part for part in typing.get_args(hint) if part is not types.NoneType)
     assert isinstance(hint, type)

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from vexpert.cli.boot import Boot, EngineEnded, Stopped
 from vexpert.cli.config_file import add_config
 from vexpert.cli.parser import add_engine_options, engine_config
-from vexpert.cli.serve_options import add_server_options
+from vexpert.cli.serve_options import add_server_options, server_options, shown_options
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.demo import TOOL_FORMAT, is_demo
@@ -264,36 +264,16 @@ def check_modules(modules: list[LoraModule], base_names: tuple[str, ...]) -> Non
 def _server_options(
     args: argparse.Namespace, config: EngineConfig, names: tuple[str, ...]
 ) -> "ServerOptions":
+    """Raises ConfigError, also for what the options name: the file of keys, the template."""
     from vexpert.server.defaults import sampling_defaults
-    from vexpert.server.keys import read_keys
-    from vexpert.server.options import CorsOptions, ServerOptions
 
-    keys = read_keys(args.api_key_file) if args.api_key_file else {}
-    origins = tuple(args.allowed_origins)
-    methods, headers = tuple(args.allowed_methods), tuple(args.allowed_headers)
-    cors = CorsOptions(origins, methods, headers, args.allow_credentials) if origins else None
-
-    options = ServerOptions(
+    options = dataclasses.replace(
+        server_options(args),
         served_model_names=names,
-        api_keys=(*args.api_key, *(key for key, models in keys.items() if not models)),
-        restricted_keys={key: models for key, models in keys.items() if models},
         chat_template=_read_template(args.chat_template),
-        tool_call_parser=args.tool_call_parser,
-        max_queue_len=args.max_queue_len,
-        request_timeout=args.request_timeout or None,
-        shutdown_timeout=args.shutdown_timeout,
-        write_timeout=args.write_timeout,
-        engine_step_timeout=args.engine_step_timeout or float("inf"),
-        engine_restarts=args.engine_restarts,
-        adapter_roots=tuple(args.allowed_adapter_roots),
-        cors=cors,
-        access_log=not args.disable_uvicorn_access_log,
-        max_body_bytes=args.max_body_bytes,
-        web=not args.no_web,
         sampling_defaults=sampling_defaults(config.model),
-        status_interval=None if args.disable_log_stats else ServerOptions.status_interval,
-        otlp_traces_endpoint=args.otlp_traces_endpoint,
     )
+    options.keys()
     if options.sampling_defaults:
         logger.info("sampling defaults of the model: %s", options.sampling_defaults)
     return options
@@ -311,22 +291,6 @@ def _read_template(file: str | None) -> str | None:
 def _print_config(config: EngineConfig, args: argparse.Namespace) -> None:
     from vexpert import __version__
 
-    server = {
-        "host": args.host,
-        "port": args.port,
-        "api_key": f"{len(args.api_key)} set" if args.api_key else None,
-        "api_key_file": args.api_key_file,
-        "max_queue_len": args.max_queue_len,
-        "request_timeout": args.request_timeout,
-        "shutdown_timeout": args.shutdown_timeout,
-        "write_timeout": args.write_timeout,
-        "engine_step_timeout": args.engine_step_timeout,
-        "engine_restarts": args.engine_restarts,
-        "tool_call_parser": args.tool_call_parser,
-        "allowed_adapter_roots": args.allowed_adapter_roots,
-        "max_body_bytes": args.max_body_bytes,
-        "web": not args.no_web,
-    }
-    shown = {**dataclasses.asdict(config), **server}
+    shown = {**dataclasses.asdict(config), **shown_options(args)}
     logger.info("vexpert %s", __version__)
     logger.info("config: %s", " ".join(f"{name}={value}" for name, value in shown.items()))

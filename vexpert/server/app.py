@@ -58,18 +58,17 @@ def _add_layers(app: FastAPI, service: Service, options: ServerOptions) -> None:
         BodyLimitMiddleware, limit=options.max_body_bytes, seconds=options.body_timeout
     )
     app.add_middleware(DrainMiddleware, service=service)
-    app.add_middleware(DeadlineMiddleware, service=service, seconds=options.request_timeout)
-    keys = options.restricted_keys | dict.fromkeys(options.api_keys)
-    if keys:
+    app.add_middleware(DeadlineMiddleware, service=service, seconds=options.time_limit)
+    if service.keys:
         open_paths = (*OPEN_PATHS, *web.PATHS) if options.web else OPEN_PATHS
-        app.add_middleware(ApiKeyMiddleware, keys=keys, open_paths=open_paths)
-    if options.cors is not None:
+        app.add_middleware(ApiKeyMiddleware, keys=service.keys, open_paths=open_paths)
+    if options.allowed_origins:
         app.add_middleware(
             CORSMiddleware,
-            allow_origins=options.cors.origins,
-            allow_methods=options.cors.methods,
-            allow_headers=options.cors.headers,
-            allow_credentials=options.cors.credentials,
+            allow_origins=options.allowed_origins,
+            allow_methods=options.allowed_methods,
+            allow_headers=options.allowed_headers,
+            allow_credentials=options.allow_credentials,
             expose_headers=["X-Request-Id"],
         )
     app.add_middleware(RequestIdMiddleware, access_log=options.access_log)

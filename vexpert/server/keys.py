@@ -54,8 +54,8 @@ def _fault(words: list[str], keys: Collection[str]) -> str | None:
     return None
 
 
-def warn_of_unknown(keys: dict[str, frozenset[str]], known: Collection[str]) -> None:
+def warn_of_unknown(lists: Iterable[frozenset[str]], known: Collection[str]) -> None:
     """Log the names in the keys' lists that are not in `known`: an adapter may come, or a typo."""
-    named = frozenset[str]().union(*keys.values())
+    named = frozenset[str]().union(*lists)
     for name in sorted(named - set(known) - {METRICS}):
         logger.warning("api_key_file: no model is named %r now; its keys wait for one", name)

@@ -39,15 +39,17 @@ class Service:
         self.unanswered: set[Unanswered] = set()  # requests whose answer has not begun
         self.recorder = Recorder()
         limits = options.max_queue_len, options.keep_alive, options.engine_restarts
-        self.engine = AsyncEngine(host, self.recorder, *limits, options.engine_step_timeout)
+        self.engine = AsyncEngine(host, self.recorder, *limits, options.step_timeout)
         self.facts = host.facts
-        texts = options.chat_template, options.adapter_roots
+        texts = options.chat_template, options.allowed_adapter_roots
         self.prompts = PromptBuilder(host.tokenizer, self.facts, *texts)
         self.traces = make_traces(options.otlp_traces_endpoint)
         self.base_names = options.served_model_names or (self.facts.name,)
         self.scraper = Scraper(self.engine, self.base_names[0], self.recorder)
         self.created = int(time.time())
-        warn_of_unknown(options.restricted_keys, (*self.base_names, *self.facts.adapters))
+        self.keys = options.keys()
+        limited = [names for names in self.keys.values() if names is not None]
+        warn_of_unknown(limited, (*self.base_names, *self.facts.adapters))
         for name in self.facts.adapters:
             if name in self.base_names:
                 raise ConfigError(f"adapter {name!r} has the name of the base model; rename it")
@@ -108,7 +110,7 @@ class Service:
 
         Raises ApiError for a folder outside of them, or with links out.
         """
-        roots = self.options.adapter_roots
+        roots = self.options.allowed_adapter_roots
         if not roots or not path:  # the engine refuses an empty one
             return path
         real = await asyncio.wrap_future(self._paths.submit(_allowed_path, path, roots))

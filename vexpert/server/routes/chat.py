@@ -68,7 +68,7 @@ async def _job(service: Service, body: ChatCompletionRequest, plan: ToolPlan | N
         # The marks of calls may be special tokens.
         **({} if plan is None else {"skip_special_tokens": False}),
     )
-    timeout = service.options.request_timeout
+    timeout = service.options.time_limit
     return Job(new_id("chatcmpl"), [prompt], [params], adapter, bool(body.stream), timeout)
 
 

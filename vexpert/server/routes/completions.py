@@ -56,7 +56,7 @@ async def _job(service: Service, body: CompletionRequest) -> Job:
         params,
         await service.adapter_of(body.model),
         stream=bool(body.stream),
-        timeout=service.options.request_timeout,
+        timeout=service.options.time_limit,
         prompt_only=body.max_tokens == 0,
     )
 
