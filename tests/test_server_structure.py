@@ -81,6 +81,14 @@ def test_bodies_at_the_limits(text: str, word: str | None) -> None:
     assert (found is None) if word is None else (found is not None and word in found)
 
 
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16", "utf-32", "utf-8-sig"])
+def test_letters_that_hold_a_quote_hide_nothing(encoding: str) -> None:
+    text = '{"a":"\u2200","b":[' + "[]," * MOST_NAMES
+    json.loads(f"{text}1]}}".encode(encoding))  # which parsers take
+    assert "names" in str(excess([text.encode(encoding)]))
+    assert excess(['{"a":1}'.encode(encoding)]) is None
+
+
 @pytest.mark.parametrize("chunked", [False, True])
 def test_what_is_too_much_is_not_parsed(chunked: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     options = {"timeout": 60.0, "headers": HEADERS}

@@ -6,6 +6,7 @@ is what lies outside of strings; up to the first error of a broken body it is wh
 """
 
 from collections.abc import Sequence
+from json import detect_encoding
 
 MOST_VALUES = 2**20  # one after another, as the token ids of a prompt: 0.2 s
 MOST_NAMES = 2**17  # names of fields, objects and lists, each of which costs ten times as much
@@ -21,9 +22,13 @@ def excess(chunks: Sequence[bytes]) -> str | None:
     if sum(map(len, chunks)) <= MOST_NAMES:  # nearly all bodies
         return None
     values, names = zip(*map(count_marks, chunks), strict=True)
-    if _judge(sum(values), sum(names)) is None:
+    found = _judge(sum(values), sum(names))
+    if found is None:
         return None
-    text = b"".join(chunks).replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote is one now
+    whole = b"".join(chunks)
+    if not detect_encoding(whole[:4]).startswith("utf-8"):  # a quote may be half of a letter there
+        return found
+    text = whole.replace(b"\\\\", b"").replace(b'\\"', b"")  # every quote is one now
     if text.count(b'"') // 2 > MOST_VALUES + MOST_NAMES:
         return f"{MOST_VALUES} values"
     return _judge(*count_marks(b"".join(text.split(b'"')[::2])))
