@@ -278,3 +278,53 @@ def test_completions_of_one_request_are_bounded(fake_server: RunningServer) -> N
     body["prompt"] = ["a"] * 204
     response = fake_server.post(TEXT, json=body)
     assert len(response.json()["choices"]) == 204 * 5
+
+
+@pytest.mark.parametrize(
+    ("path", "headers", "status", "word"),
+    [
+        ("/health", {"X-Long": "a" * 20_000}, 431, "16384 bytes"),
+        ("/health", {f"X-{i}": "a" * 100 for i in range(200)}, 431, "16384 bytes"),
+        ("/" + "a" * 20_000, {}, 431, "16384 bytes"),
+        ("/health?" + "a=b&" * 5000, {}, 431, "16384 bytes"),
+        ("/health", {"Content-Encoding": "gzip"}, 415, "Content-Encoding"),
+    ],
+)
+def test_heads_that_are_refused(
+    server: RunningServer, path: str, headers: dict[str, str], status: int, word: str
+) -> None:
+    assert word in error_of(server.get(path, headers=headers), status)["message"]
+
+
+def test_a_body_that_is_not_coded_says_so(server: RunningServer) -> None:
+    headers = {"Content-Encoding": "identity"}
+    body = {"model": BASE, "prompt": "x", "max_tokens": 1}
+    assert server.post(TEXT, json=body, headers=headers).status_code == 200
+
+
+@pytest.mark.parametrize("path", ["/health", "/ready", "/ping"])
+def test_probes_may_ask_for_the_head_alone(server: RunningServer, path: str) -> None:
+    response = server.http.head(path)
+    assert (response.status_code, response.content) == (200, b"")
+
+
+def test_messages_do_not_repeat_what_is_long(server: RunningServer) -> None:
+    long = "x" * 1_000_000
+    for path, body in [
+        (TEXT, {"model": long, "prompt": "x"}),
+        (CHAT, {"model": long, "messages": HELLO}),
+        ("/v1/load_lora_adapter", {"lora_name": "q", "lora_path": long}),
+        ("/v1/load_lora_adapter", {"lora_name": long, "lora_path": "x"}),
+        ("/v1/unload_lora_adapter", {"lora_name": long}),
+        (TEXT, {"model": BASE, "prompt": "x", long: 1}),
+        (TEXT, {"model": BASE, "prompt": "x", "stop_token_ids": [long]}),
+        (CHAT, {"model": BASE, "messages": [{"role": long, "content": "x"}]}),
+        (CHAT, {"model": BASE, "messages": [{"role": "user", "content": [{"type": long}]}]}),
+        (CHAT, {"model": BASE, "messages": HELLO, "tools": [{"type": long}]}),
+        (CHAT, {"model": BASE, "messages": HELLO, "chat_template_kwargs": {long: 1}}),
+        (CHAT, {"model": BASE, "messages": HELLO, "logit_bias": {long: 1}}),
+        (CHAT, {"model": BASE, "messages": HELLO, "response_format": {"type": long}}),
+    ]:
+        response = server.post(path, json=body)
+        assert response.status_code in (200, 400, 404), response.text[:200]
+        assert len(response.text) < 40_000, (path, list(body)[-1][:20])

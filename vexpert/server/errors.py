@@ -21,7 +21,8 @@ from vexpert.server.unserved import no_such_method, no_such_route
 from vexpert.server.validation import explain
 
 logger = get_logger(__name__)
-
+MOST_CHARACTERS = 2**15  # of a message: the keys of a refused adapter fit, a client's megabytes not
+MOST_PARAM = 1000
 
 SERVER_ERRORS = (
     EngineFailedError,
@@ -55,12 +56,19 @@ class ApiError(Exception):
 def error_object(
     message: str, status: int, param: str | None = None, code: str | None = None
 ) -> dict[str, Any]:
-    """The OpenAI error object. A user's text in it may hold lone surrogates: they become "?"."""
+    """The OpenAI error object.
+
+    A user's text in it may hold lone surrogates: they become "?". What is very long is cut.
+    """
     kind = "invalid_request_error" if status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
-    clean = message.encode("utf-8", "replace").decode()
-    param = param and param.encode("utf-8", "replace").decode()
+    clean = _cut(message, MOST_CHARACTERS).encode("utf-8", "replace").decode()
+    param = param and _cut(param, MOST_PARAM).encode("utf-8", "replace").decode()
     return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
+
+
+def _cut(text: str, most: int) -> str:
+    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def api_error(error: Exception) -> ApiError:

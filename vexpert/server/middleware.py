@@ -14,6 +14,7 @@ from vexpert.server.structure import excess
 logger = get_logger(__name__)
 
 OPEN_PATHS = ("/health", "/ready", "/ping")  # probes have no key
+MOST_HEAD_BYTES = 2**14  # of a path and headers; the parser bounds only what comes in pieces
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
@@ -95,9 +96,9 @@ class BodyLimitMiddleware:
         if scope["type"] != "http":
             await self.app(scope, receive, send)
             return
-        length = _header(scope, b"content-length")
-        if length.isdigit() and int(length) > self.limit:
-            await error_response(self._error())(scope, receive, send)
+        refused = self._refusal(scope)
+        if refused is not None:
+            await error_response(refused)(scope, receive, send)
             return
         seen, is_complete, chunks = 0, False, list[bytes]()
         end = asyncio.get_running_loop().time() + self.seconds
@@ -120,6 +121,22 @@ class BodyLimitMiddleware:
             return message
 
         await self.app(scope, limited, send)
+
+    def _refusal(self, scope: Scope) -> ApiError | None:
+        """What the head alone tells."""
+        fields = sum(len(name) + len(value) for name, value in scope["headers"])
+        if (
+            fields + len(scope.get("raw_path") or b"") + len(scope["query_string"])
+            > MOST_HEAD_BYTES
+        ):
+            return ApiError(f"the path and headers have more than {MOST_HEAD_BYTES} bytes", 431)
+        length = _header(scope, b"content-length")
+        if length.isdigit() and int(length) > self.limit:
+            return self._error()
+        coding = _header(scope, b"content-encoding").strip().lower()
+        if coding not in (b"", b"identity"):
+            return ApiError("Content-Encoding: bodies are read as they are; send no other", 415)
+        return None
 
     def _error(self) -> ApiError:
         return ApiError(f"the body has more than {self.limit} bytes; send less at once", 413)

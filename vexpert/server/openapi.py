@@ -25,7 +25,9 @@ ERRORS = {
     "403": "The API key is not for this model or action, or the folder not allowed",
     "404": "Nobody serves this model or adapter",
     "408": "The body did not arrive in time",
-    "413": "The body is too large",
+    "413": "The body is too large, or holds too many values",
+    "415": "The body has a Content-Encoding",
+    "431": "The path and headers are too large",
     "429": "The queue is full; `Retry-After` says when to try again",
     "500": "An error of the server's own",
     "503": "The server is shutting down, or its engine has failed",
@@ -125,7 +127,7 @@ def describe(app: FastAPI) -> None:
 def _describe(path: str, method: str, responses: Json) -> None:
     responses.pop("422", None)
     error = {"application/json": {"schema": {"$ref": "#/components/schemas/Error"}}}
-    wanted = list(ERRORS) if method == "post" else ["401", "404", "500", "503"]
+    wanted = list(ERRORS) if method == "post" else ["401", "404", "431", "500", "503"]
     for status in wanted:
         responses[status] = {"description": ERRORS[status], "content": error}
     if path in WITHOUT_BODY:

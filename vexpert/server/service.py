@@ -6,6 +6,7 @@ from pathlib import Path
 
 from starlette.requests import Request
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError, ConfigError
 from vexpert.lora.opening import resolved_inside
 from vexpert.server.daemon_pool import DaemonPool
@@ -24,6 +25,7 @@ from vexpert.server.tools.formats import FORMATS, ToolFormat
 from vexpert.server.tracing import make_traces
 
 SHOWN_NAMES = 20
+MOST_SHOWN = 1000  # characters of a path
 PATH_CHECKS = 4  # at once
 
 
@@ -89,7 +91,7 @@ class Service:
         name = await self.adapter_of(model)
         names = set(self.base_names) if name is None else {name}
         if not names & allowed:
-            message = f"this API key may not use model {model!r}"
+            message = f"this API key may not use model {shown(model)}"
             raise ApiError(message, 403, "model", "model_not_allowed")
 
     def check_may_change_adapters(self, request: Request) -> None:
@@ -115,8 +117,9 @@ class Service:
             return path
         real = await asyncio.wrap_future(self._paths.submit(_allowed_path, path, roots))
         if real is None:
-            shown = ", ".join(map(str, roots))
-            message = f"lora_path={path!r}: adapters may be loaded from {shown} only"
+            message = (
+                f"lora_path={shown(path)}: adapters may be loaded from {', '.join(roots)} only"
+            )
             raise ApiError(message, 403, "lora_path", "path_not_allowed")
         return real
 
@@ -127,7 +130,8 @@ class Service:
             return
         absolute = Path.cwd() / folder
         if not await asyncio.wrap_future(self._paths.submit(_is_folder, absolute)):
-            message = f"{error}; a relative path starts at the server's folder: {absolute}"
+            start = f"a relative path starts at the server's folder: {str(absolute)[:MOST_SHOWN]}"
+            message = f"{error}; {start}"
             raise ApiError(message, 400, "lora_path") from error
 
     async def names(self) -> list[str]:
@@ -140,7 +144,7 @@ class Service:
         names = [name for name in await self.names() if allowed is None or name in allowed]
         more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
         known = ", ".join(names[:SHOWN_NAMES]) + more
-        message = f"model {model!r} does not exist; known: {known}"
+        message = f"model {shown(model)} does not exist; known: {known}"
         return ApiError(message, 404, "model", "model_not_found")
 
 
