@@ -19,7 +19,7 @@ from vexpert.lora.eviction import (
 )
 from vexpert.lora.memory_source import AdapterTensors
 from vexpert.lora.pack import PackedAdapter
-from vexpert.lora.source import Source
+from vexpert.lora.source import HostCopy, Source
 from vexpert.lora.types import AdapterRef
 
 FULL = Room(0, 0)
@@ -217,11 +217,13 @@ def test_what_may_leave_the_host() -> None:
 def test_what_no_file_could_give_back_stays() -> None:
     source = Source(AdapterTensors({}, {}))
     made = Version(AdapterRef("m", 1), source)
+    content = packed(10)
     made.life.begin_read()
-    made.life.buffer = torch.empty(10, dtype=torch.uint8)
-    policy = host([made, version()], 20)
+    made.life.buffer = content.buffer
+    made.life.end_read(HostCopy(content, (), ()), 0.0)
+    policy = host([made, other := version()], 20)
     assert policy.lasting_bytes() == 10
-    assert made not in policy.victims(20)
+    assert policy.victims(20) == [other]
 
 
 def test_bytes_are_booked_before_they_exist() -> None:
