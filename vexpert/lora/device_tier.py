@@ -104,7 +104,7 @@ class DeviceTier:
         self._pinned.append(version)
 
     def acquire(self, version: Version) -> int | Wait:
-        """Use the slot of `version` for one request; installs it if it is on the host."""
+        """Use the slot of `version` for one sequence; installs it if it is on the host."""
         life = version.life
         if life.slot is None:
             if life.host is None or self._install is not None:
@@ -130,7 +130,7 @@ class DeviceTier:
                     return
 
     def remove(self, version: Version) -> None:
-        """Free the slot of `version`, if it has one; no request uses it."""
+        """Free the slot of `version`, if it has one; no sequence uses it."""
         slot = version.life.slot
         if slot is not None:
             self.policy.leave(slot)

@@ -1,7 +1,7 @@
 """Who stays in memory and who leaves it, and in which order: every such rule. Tiers move the bytes.
 
 An adapter is *pinned* by its owner: it never leaves the device. A slot is *used* by the running
-requests that have it: it never leaves under them. A version is *held* by its living requests,
+sequences that have it: it never leaves under them. A version is *held* by its living requests,
 which run or wait.
 
 - The device: least recently used slots leave first, those of held versions last. Used slots stay,
@@ -34,7 +34,7 @@ class DevicePolicy:
     def __init__(self, nbytes: int, num_slots: int) -> None:
         self._nbytes, self._num_slots = nbytes, num_slots
         self.in_slot: dict[int, Version] = {}
-        self._users: dict[int, int] = {}  # running requests, by slot
+        self._users: dict[int, int] = {}  # running sequences, by slot
         self._idle: OrderedDict[int, None] = OrderedDict()  # slots without; oldest use first
         self._claims: set[int] = set()  # come since the last step began: whoever asked is first
         self.evictions = 0
@@ -54,7 +54,7 @@ class DevicePolicy:
         self._claims.add(slot)
 
     def use(self, slot: int) -> None:
-        """A running request uses the slot. Counted."""
+        """A running sequence uses the slot. Counted."""
         self._users[slot] += 1
         self._idle.pop(slot, None)
         self._claims.discard(slot)
@@ -67,14 +67,14 @@ class DevicePolicy:
             self._idle[slot] = None
 
     def is_used(self, version: Version) -> bool:
-        """Whether a running request uses the slot of `version`."""
+        """Whether a running sequence uses the slot of `version`."""
         slot = version.life.slot
         return slot is not None and self._users[slot] > 0
 
     def leave(self, slot: int) -> Version:
         """The slot is emptied; the version that was there."""
         users = self._users.pop(slot)
-        assert users == 0, f"slot {slot} is in use by {users} requests"
+        assert users == 0, f"slot {slot} is in use by {users} sequences"
         del self._idle[slot]
         self._claims.discard(slot)
         version = self.in_slot.pop(slot)
