@@ -257,7 +257,7 @@ class AdapterManager:
             return ended
 
     def acquire(self, ref: AdapterRef) -> int | Wait:
-        """Use the slot of `ref`, which the caller holds; begins to bring it to the device if needed.
+        """Use the slot of `ref`, which the caller holds; begins to bring it there if needed.
 
         Where that is not done at once, ask again in a later step: `Wait` says what it waits for.
         """
