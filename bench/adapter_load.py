@@ -42,6 +42,7 @@ from vexpert.checkout import commit
 from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.lora.adapter_state import State
 from vexpert.lora.adapter_version import Version
 from vexpert.lora.manager import AdapterManager
 from vexpert.lora.types import AdapterRef
@@ -158,7 +159,7 @@ class Traffic:
 
     def __call__(self) -> None:
         manager = self.bench.manager
-        if self.ref is not None and manager.slot_of(self.ref) is not None:
+        if self.ref is not None and self.bench.version(self.ref.name).life.slot is not None:
             manager.drop(self.ref)
             self.bench.forget(self.ref.name, host=self.from_disk)
             self.ref = None
@@ -220,12 +221,12 @@ def measure_loads(bench: Bench, rounds: int, table: Table) -> None:
         with bench.manager._lock:
             host.ensure(version)
         host.wait(version)
-        assert version.error is None, version.error
+        assert version.life.error is None, version.life.error
         return time.perf_counter() - began
 
     def from_host() -> float:
         bench.forget("a0", host=False)
-        assert bench.version("a0").host is not None
+        assert bench.version("a0").life.host is not None
         return bench.serve("a0")[0]
 
     bench.serve("a0"), bench.serve(None)  # files into the page cache, kernels compiled
@@ -282,7 +283,7 @@ def beside_reads(bench: Bench, seconds: float) -> Row:
     reads = itertools.count()
 
     def again() -> None:
-        if not version.is_loading:
+        if version.life.state is not State.LOADING:
             next(reads)
             bench.forget("a0", host=True)
             with bench.manager._lock:

@@ -36,6 +36,7 @@ import torch
 from adapter_load import Bench, Traffic, add_options, begin_decodes, make_bench
 
 from vexpert.checkout import commit
+from vexpert.lora.adapter_state import State
 
 CONDITIONS = ("alone", "host", "reads", "files")
 JUDGED = ("host", "files")  # alone, or with a slice: "host, 512"
@@ -53,7 +54,7 @@ class Reads:
 
     def __call__(self) -> None:
         version = self.bench.version(self.names[self.loads % len(self.names)])
-        if version.is_loading:
+        if version.life.state is State.LOADING:
             return
         if self._is_reading:
             self.loads += 1
@@ -70,7 +71,7 @@ class Reads:
 
 def end_traffic(bench: Bench, traffic: Traffic) -> None:
     """Step until nothing is on its way any more."""
-    while traffic.ref is not None and bench.manager.slot_of(traffic.ref) is None:
+    while traffic.ref is not None and bench.version(traffic.ref.name).life.slot is None:
         bench.manager.prefetch([traffic.ref])
         bench.engine.step()
     if traffic.ref is not None:

@@ -6,6 +6,7 @@ A process of its own: the tests run Triton's interpreter, and a compiler needs a
 import json
 import re
 import sys
+from typing import Any
 
 import torch
 from triton.backends.compiler import GPUTarget
@@ -41,7 +42,7 @@ def compile_only(found: list[str], name: str | None) -> None:
     """From here on kernels are compiled, not run; PTX of kernel `name`, or all, goes to `found`."""
     run = JITFunction.run
 
-    def compile_it(self, *args, grid, warmup, **options):
+    def compile_it(self: Any, *args: Any, grid: Any, warmup: bool, **options: Any) -> Any:
         kernel = run(self, *args, grid=grid, warmup=True, **options)
         if name is None or self.fn.__name__ == name:
             found.append(kernel.asm["ptx"])
@@ -124,6 +125,7 @@ def dense_ptx() -> dict[str, str]:
         order = RowOrder(ints[:rows], *(ints,) * 8, is_identity=rows == 1)
         x = torch.empty(rows, depth, dtype=dtype)
         plan = choose_dense_plan(DenseShape(rows, depth, sum(sizes), dtype), 8)
+        assert plan.linear is not None
         h = dense_shrink(x, order, factors, plan.shrink)
         alone, both = DenseLora(order, factors, h), DenseLora(order, factors, h, plan.shrink, rows)
         for lora in (alone, both):

@@ -2,8 +2,9 @@
 
 import random
 import string
+from collections.abc import Callable
 
-TASKS = {
+TASKS: dict[str | None, Callable[[str], str]] = {
     None: lambda word: word,
     "upper": str.upper,
     "reverse": lambda word: word[::-1],
@@ -21,4 +22,4 @@ def random_words(count: int, seed: int) -> list[str]:
 
 
 def expected(name: str | None, word: str) -> str:
-    return str(TASKS[name](word))
+    return TASKS[name](word)

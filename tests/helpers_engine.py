@@ -229,6 +229,9 @@ class FakeModel:
         self.steps: list[StepInput] = []
         self._columns = np.arange(1, vocab_size + 1, dtype=np.int64) * 40_503
 
+    def parameter(self, name: str) -> torch.Tensor | None:
+        return None
+
     def allocate_cache(self, num_blocks: int, block_size: int) -> None:
         self.block_size = block_size
         garbage = np.random.default_rng(0).integers(1, PRIME, num_blocks * block_size)

@@ -48,18 +48,19 @@ class FakeTokenizer:
         tokens = [ord(c) if ord(c) < VOCAB_SIZE else ord("?") for c in text]
         return [1, *tokens] if add_special_tokens else tokens
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Any) -> str:
         return "".join(chr(token) for token in token_ids if token > 1)
 
     def apply_chat_template(
         self,
         conversation: list[dict[str, str]],
         *,
-        tokenize: bool,
-        add_generation_prompt: bool,
+        tokenize: bool = True,
+        add_generation_prompt: bool = False,
         note: str = "",
         tools: Any = (),
         chat_template: str | None = None,
+        **options: Any,
     ) -> str:
         assert not tokenize
         if conversation[0]["role"] == "assistant":

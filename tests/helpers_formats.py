@@ -41,7 +41,7 @@ class _Sites:
         return site
 
 
-def target_map(model: nn.Module) -> TargetMap:
+def target_map(model: Any) -> TargetMap:
     """Every Linear, router, embedding and experts module of a transformers model."""
     sites = _Sites()
     targets: dict[str, Target] = {}
@@ -60,7 +60,7 @@ def target_map(model: nn.Module) -> TargetMap:
     )
 
 
-def _target(path: str, module: nn.Module, model: nn.Module, sites: _Sites) -> Target | None:
+def _target(path: str, module: Any, model: Any, sites: _Sites) -> Target | None:
     if isinstance(module, nn.Embedding):
         vocabulary, dim = module.weight.shape
         site = sites.add(path, vocabulary, 1, (OutputSlice(0, dim),))
@@ -76,7 +76,7 @@ def _target(path: str, module: nn.Module, model: nn.Module, sites: _Sites) -> Ta
     return None
 
 
-def _experts(path: str, module: nn.Module, model: nn.Module, sites: _Sites) -> ExpertsTarget:
+def _experts(path: str, module: Any, model: Any, sites: _Sites) -> ExpertsTarget:
     has_gate = hasattr(module, "gate_up_proj")
     down = module.down_proj
     hidden = model.config.get_text_config().hidden_size
@@ -104,15 +104,17 @@ def _experts(path: str, module: nn.Module, model: nn.Module, sites: _Sites) -> E
 
 def load_model(name: str) -> nn.Module:
     """A case model in float32 with eager attention."""
-    return AutoModelForCausalLM.from_pretrained(
+    model: nn.Module = AutoModelForCausalLM.from_pretrained(
         CASES / "models" / name, dtype=torch.float32, attn_implementation="eager"
-    ).eval()
+    )
+    return model.eval()
 
 
 def meta_model(config: Any) -> nn.Module:
     """A model of `config` without memory."""
     with torch.device("meta"):
-        return AutoModelForCausalLM.from_config(config)
+        model: nn.Module = AutoModelForCausalLM.from_config(config)
+    return model
 
 
 def case_target_map(name: str) -> TargetMap:
@@ -125,14 +127,15 @@ def dense(factors: Factors) -> torch.Tensor:
     return factors.scale * factors.b.float() @ factors.a.float()
 
 
-def log_probs(model: nn.Module, ids: list[int]) -> torch.Tensor:
+def log_probs(model: Any, ids: list[int]) -> torch.Tensor:
     """[n, V] log-softmax after each token."""
     with torch.no_grad():
-        return model(torch.tensor([ids])).logits[0].float().log_softmax(-1)
+        logits: torch.Tensor = model(torch.tensor([ids])).logits[0]
+    return logits.float().log_softmax(-1)
 
 
 @contextlib.contextmanager
-def applied(model: nn.Module, weights: AdapterWeights) -> Iterator[nn.Module]:
+def applied(model: Any, weights: AdapterWeights) -> Iterator[nn.Module]:
     """A copy of `model` with the adapter folded into its weights, extras included."""
     merged = copy.deepcopy(model)
     hooks = []
@@ -161,19 +164,19 @@ def applied(model: nn.Module, weights: AdapterWeights) -> Iterator[nn.Module]:
             hook.remove()
 
 
-def _replace(model: nn.Module, name: str, value: torch.Tensor) -> None:
+def _replace(model: Any, name: str, value: torch.Tensor) -> None:
     path, _, param = name.rpartition(".")
     setattr(model.get_submodule(path), param, nn.Parameter(value.float()))
 
 
-def _merge_linear(module: nn.Module, found: Factors, magnitude: torch.Tensor | None) -> None:
+def _merge_linear(module: Any, found: Factors, magnitude: torch.Tensor | None) -> None:
     weight = module.weight + dense(found)[0]
     if magnitude is not None:
         weight = weight * (magnitude / weight.norm(dim=1))[:, None]
     module.weight.copy_(weight)
 
 
-def _merge_experts(module: nn.Module, found: ExpertsFactors, magnitude: Any) -> None:
+def _merge_experts(module: Any, found: ExpertsFactors, magnitude: Any) -> None:
     name = type(module).__name__
     transposed = name in ("GptOssExperts", "Llama4TextExperts")
     for projection in ("gate", "up", "down"):
@@ -188,15 +191,13 @@ def _merge_experts(module: nn.Module, found: ExpertsFactors, magnitude: Any) -> 
         weight.copy_(new)
 
 
-def _expert_view(
-    module: nn.Module, projection: str, transposed: bool, interleaved: bool
-) -> torch.Tensor:
+def _expert_view(module: Any, projection: str, transposed: bool, interleaved: bool) -> torch.Tensor:
     """[E, out, in] view of one projection of the base parameters."""
-    if projection == "down":
-        return module.down_proj.mT if transposed else module.down_proj
-    if not hasattr(module, "gate_up_proj"):
-        return module.up_proj
-    both = module.gate_up_proj.mT if transposed else module.gate_up_proj
+    name = {"down": "down_proj"}.get(projection, "gate_up_proj")
+    both: torch.Tensor = getattr(module, name if hasattr(module, name) else "up_proj")
+    both = both.mT if transposed else both
+    if not hasattr(module, "gate_up_proj") or projection == "down":
+        return both
     if interleaved:
         return both[:, 0::2] if projection == "gate" else both[:, 1::2]
     half = both.shape[1] // 2

@@ -29,7 +29,12 @@ def mutate(folder: Path, rng: random.Random) -> None:
         rng.choice(MUTATIONS)(folder, rng)
 
 
-def _tensors(folder: Path, rng: random.Random, change: Callable[[dict, random.Random], None]):
+Tensors = dict[str, torch.Tensor]
+
+
+def _tensors(
+    folder: Path, rng: random.Random, change: Callable[[Tensors, random.Random], None]
+) -> None:
     try:
         tensors = load_file(folder / WEIGHTS)
     except Exception:  # noqa: BLE001 - a mutation before may have broken the file in any way
@@ -40,7 +45,7 @@ def _tensors(folder: Path, rng: random.Random, change: Callable[[dict, random.Ra
 
 
 def _key(folder: Path, rng: random.Random) -> None:
-    def change(tensors, rng):
+    def change(tensors: Tensors, rng: random.Random) -> None:
         key = rng.choice(sorted(tensors))
         words = key.split(".")
         at = rng.randrange(len(words))
@@ -57,7 +62,7 @@ def _key(folder: Path, rng: random.Random) -> None:
 
 
 def _drop(folder: Path, rng: random.Random) -> None:
-    def change(tensors, rng):
+    def change(tensors: Tensors, rng: random.Random) -> None:
         for key in rng.sample(sorted(tensors), min(len(tensors), rng.choice([1, 1, 2, 10, 1000]))):
             del tensors[key]
 
@@ -65,15 +70,16 @@ def _drop(folder: Path, rng: random.Random) -> None:
 
 
 def _copy(folder: Path, rng: random.Random) -> None:
-    def change(tensors, rng):
+    def change(tensors: Tensors, rng: random.Random) -> None:
         key = rng.choice(sorted(tensors))
-        tensors[key.replace(*rng.sample(WORDS, 2))] = tensors[key]
+        old, new = rng.sample(WORDS, 2)
+        tensors[key.replace(old, new)] = tensors[key]
 
     _tensors(folder, rng, change)
 
 
 def _shape(folder: Path, rng: random.Random) -> None:
-    def change(tensors, rng):
+    def change(tensors: Tensors, rng: random.Random) -> None:
         key = rng.choice(sorted(tensors))
         x = tensors[key]
         kind = rng.randrange(7)
@@ -97,7 +103,7 @@ def _shape(folder: Path, rng: random.Random) -> None:
 
 
 def _value(folder: Path, rng: random.Random) -> None:
-    def change(tensors, rng):
+    def change(tensors: Tensors, rng: random.Random) -> None:
         key = rng.choice(sorted(tensors))
         x = tensors[key].clone()
         if rng.random() < 0.5:

@@ -6,6 +6,7 @@ import time
 from collections.abc import AsyncIterator, Callable, Iterator, Sequence
 from typing import Any
 
+from helpers_engine_thread import EngineThread
 from helpers_fake_engine import NAMES, FakeEngine, FakeTokenizer
 
 from vexpert.config import EngineConfig
@@ -13,7 +14,6 @@ from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import ModelError
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.engine_process import EngineProcess
-from vexpert.server.engine_thread import EngineThread
 from vexpert.server.interface import EngineHost, LoraModule
 from vexpert.server.progress import Failure, Update
 from vexpert.server.recorder import Recorder

@@ -30,7 +30,7 @@ by_address: list[bool] = []  # of each launch: whether no argument was a tensor
 class OnDevice(torch.Tensor):
     """Says that it lies on a GPU."""
 
-    is_cuda = True  # type: ignore[assignment]
+    is_cuda = True
 
 
 class Launcher:

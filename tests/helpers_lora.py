@@ -1,5 +1,6 @@
 """Random adapters in an arena, as the LoRA operations see them, and the check all tests share."""
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -66,7 +67,7 @@ class _ArenaBuilder:
 
 def make_table(
     site: LoraSite,
-    specs: list[SlotSpec | None],
+    specs: Sequence[SlotSpec | None],
     dtype: torch.dtype = torch.float32,
     device: str = "cpu",
     seed: int = 0,

@@ -6,6 +6,7 @@ from typing import Any
 from helpers_engine import VOCAB, make_engine, run_all, run_one
 
 from vexpert.engine.engine import Engine
+from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 
 Work = tuple[list[int], SamplingParams, str | None]
@@ -49,7 +50,7 @@ def alone(work: list[Work]) -> list[Any]:
 
 def together(engine: Engine, work: list[Work], rng: random.Random) -> list[Any]:
     """All requests on one engine, arriving while it runs."""
-    last = {}
+    last: dict[str, RequestOutput] = {}
     for number, (tokens, params, adapter) in enumerate(work):
         engine.add_request(str(number), None, tokens, params, adapter)
         for _ in range(rng.choice((0, 0, 1, 2))):

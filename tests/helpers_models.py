@@ -160,7 +160,7 @@ def reference_logits(model: Any, sequences: list[list[int]]) -> list[torch.Tenso
 
 def served(model: Any, **options: Any) -> TransformersModel:
     """`model`, changed in place, behind ServedModel; without LoRA layers unless asked for."""
-    facts = {"model": "tiny", "device": "cpu", "enable_lora": False} | options
+    facts: dict[str, Any] = {"model": "tiny", "device": "cpu", "enable_lora": False, **options}
     config = EngineConfig(**facts)
     return serve(model, model.config, config, model.dtype, torch.device("cpu"))
 
@@ -198,7 +198,7 @@ class Driver:
         while any(n < len(ids) for n, ids in zip(done, sequences, strict=True)):
             chosen = self._choose(done, sequences)
             step = self._step(chosen, done, sequences, blocks, slots)
-            logits = self.model.forward(step).split([n for _, n in chosen])
+            logits = torch.split(self.model.forward(step), [n for _, n in chosen])
             for (index, count), part in zip(chosen, logits, strict=True):
                 rows[index].append(part)
                 done[index] += count

@@ -1,6 +1,7 @@
 """A MoE layer of random experts with LoRA, and the naive loop that says what it must give."""
 
 import itertools
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 import torch
@@ -40,7 +41,7 @@ class Layer:
     slots: torch.Tensor  # [T]
 
 
-def activation(flags: Flags):
+def activation(flags: Flags) -> Callable[[torch.Tensor], torch.Tensor]:
     """silu(gate) * up, or a squared relu without a gate."""
 
     def activate(y: torch.Tensor) -> torch.Tensor:
@@ -128,20 +129,32 @@ class Hooks:
         self.routing: Routing | None = None
         self.hooks = MoeHooks(self.after_gate_up, self.after_down)
         if backend.name == "triton" and not classic:
-            pairs = zip(layer.sites, layer.tables, strict=True)
-            self.hooks = replace(self.hooks, fused=ExpertsLora(layer.slots, (0, 1, 2), *pairs))
+            gate_up, down = zip(layer.sites, layer.tables, strict=True)
+            fused = ExpertsLora(layer.slots, (0, 1, 2), gate_up, down)
+            self.hooks = replace(self.hooks, fused=fused)
 
-    def after_gate_up(self, x, x_rows, y, rows: PairRows) -> None:
+    def after_gate_up(
+        self, x: torch.Tensor, x_rows: torch.Tensor | None, y: torch.Tensor, rows: PairRows
+    ) -> None:
         slots = self.layer.slots[rows.token]
         experts = self.layer.weights.num_experts
         if not self.classic:
             self.routing = self.backend.route(slots, rows.expert, experts, 3)
         self.add(0, x, x_rows, y, rows)
 
-    def after_down(self, x, x_rows, y, rows: PairRows) -> None:
+    def after_down(
+        self, x: torch.Tensor, x_rows: torch.Tensor | None, y: torch.Tensor, rows: PairRows
+    ) -> None:
         self.add(1, x, x_rows, y, rows)
 
-    def add(self, index: int, x, x_rows, y, rows: PairRows) -> None:
+    def add(
+        self,
+        index: int,
+        x: torch.Tensor,
+        x_rows: torch.Tensor | None,
+        y: torch.Tensor,
+        rows: PairRows,
+    ) -> None:
         site, table = self.layer.sites[index], self.layer.tables[index]
         if self.routing is not None:
             self.backend.apply(x, y, site, table, self.routing, x_rows)

@@ -11,6 +11,7 @@ from typing import Any
 import httpx
 import openai
 import uvicorn
+from helpers_engine_thread import EngineThread
 from helpers_fake_engine import (
     BASE,
     EOS,
@@ -23,7 +24,6 @@ from helpers_fake_engine import (
 )
 
 from vexpert.server.app import create_app
-from vexpert.server.engine_thread import EngineThread
 from vexpert.server.listen import bind
 from vexpert.server.options import ServerOptions
 

@@ -4,7 +4,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers_server import ENGINES, FakeEngine, RunningServer, make_fake_engine, serving
+from helpers_fake_engine import FakeEngine, make_fake_engine
+from helpers_server import ENGINES, RunningServer, serving
 
 
 @pytest.fixture(params=list(ENGINES), scope="module")

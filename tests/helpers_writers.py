@@ -3,6 +3,7 @@
 import functools
 import json
 import math
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -102,14 +103,23 @@ def random_adapter(
         if isinstance(target, ExpertsTarget):
             modules[path] = _experts(target, rank, scale, draw, projections, one_a, shared)
         elif linear:
-            is_table = isinstance(target, EmbeddingTarget)
-            inputs = target.num_embeddings if is_table else target.in_features
-            outputs = target.embedding_dim if is_table else target.out_features
+            if isinstance(target, EmbeddingTarget):
+                inputs, outputs = target.num_embeddings, target.embedding_dim
+            else:
+                inputs, outputs = target.in_features, target.out_features
             modules[path] = Factors(draw(1, rank, inputs), draw(1, outputs, rank), scale)
     return AdapterWeights(modules)
 
 
-def _experts(target, rank, scale, draw, projections, one_a, shared) -> ExpertsFactors:
+def _experts(
+    target: ExpertsTarget,
+    rank: int,
+    scale: float,
+    draw: Callable[..., torch.Tensor],
+    projections: tuple[str, ...],
+    one_a: bool,
+    shared: bool,
+) -> ExpertsFactors:
     experts, hidden, inner = target.num_experts, target.hidden_size, target.intermediate_size
     outer = 1 if shared else experts
     a = draw(outer, rank, hidden)
@@ -127,11 +137,13 @@ def assert_same(found: AdapterWeights, wanted: AdapterWeights) -> None:
     """Equal bit for bit, scales to rounding."""
     assert found.modules.keys() == wanted.modules.keys()
     for path, module in wanted.modules.items():
+        other = found.modules[path]
         if isinstance(module, Factors):
-            _same_pair(found.modules[path], module)
+            assert isinstance(other, Factors)
+            _same_pair(other, module)
             continue
         for name in ("gate", "up", "down"):
-            want, have = getattr(module, name), getattr(found.modules[path], name)
+            want, have = getattr(module, name), getattr(other, name)
             assert (want is None) == (have is None), f"{path}.{name}"
             if want is not None:
                 _same_pair(have, want)
@@ -178,6 +190,8 @@ def linear_keys(weights: AdapterWeights, targets: TargetMap) -> Tensors:
 
 def _gate_up_b(target: ExpertsTarget, found: ExpertsFactors) -> torch.Tensor:
     """[E or 1, 2I, r]: B of the fused gate_up in the base weight's row order."""
+    assert found.gate is not None
+    assert found.up is not None
     if target.is_interleaved:
         return torch.stack([found.gate.b, found.up.b], 2).flatten(1, 2)
     return torch.cat([found.gate.b, found.up.b], 1)
@@ -194,7 +208,7 @@ def fused_keys(
     """PEFT's ParamWrapper: gate_up inner, down outer; a single one outer."""
     tensors: Tensors = {}
     for target in experts_of(targets):
-        found = weights.modules[target.path]
+        found = _found(weights, target)
         pairs = {}
         if found.gate is not None:
             pairs["gate_up"] = found.gate.a, _gate_up_b(target, found)
@@ -262,7 +276,9 @@ def gpt_oss_4bit_keys(weights: AdapterWeights, targets: TargetMap) -> Tensors:
     """Unsloth's 4-bit gpt-oss: a Linear for each expert, gate_up in one, rows interleaved."""
     tensors: Tensors = {}
     for target in experts_of(targets):
-        found = weights.modules[target.path]
+        found = _found(weights, target)
+        assert found.gate is not None
+        assert found.down is not None
         for expert in range(target.num_experts):
             for name, a, b in (
                 ("gate_up_projs", found.gate.a, _gate_up_b(target, found)),
@@ -278,7 +294,9 @@ def packed_keys(weights: AdapterWeights, targets: TargetMap) -> Tensors:
     """Megatron-Bridge's packed names with stacked tensors: experts.gate_up_proj, down_proj."""
     tensors: Tensors = {}
     for target in experts_of(targets):
-        found = weights.modules[target.path]
+        found = _found(weights, target)
+        assert found.gate is not None
+        assert found.down is not None
         path = f"{PREFIX}{target.path}"
         tensors[f"{path}.gate_up_proj.lora_A"] = found.gate.a
         tensors[f"{path}.gate_up_proj.lora_B"] = _gate_up_b(target, found)
@@ -287,7 +305,15 @@ def packed_keys(weights: AdapterWeights, targets: TargetMap) -> Tensors:
     return tensors
 
 
-def _pairs(weights: AdapterWeights, targets: TargetMap):
+def _found(weights: AdapterWeights, target: ExpertsTarget) -> ExpertsFactors:
+    found = weights.modules[target.path]
+    assert isinstance(found, ExpertsFactors)
+    return found
+
+
+def _pairs(
+    weights: AdapterWeights, targets: TargetMap
+) -> Iterator[tuple[ExpertsTarget, str, Factors]]:
     for target in experts_of(targets):
         for name in ("gate", "up", "down"):
             pair = getattr(weights.modules[target.path], name)

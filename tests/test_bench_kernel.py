@@ -376,7 +376,8 @@ def without_adapters(layer: BenchLayer, step: Draw) -> partial[torch.Tensor]:
 )
 def test_a_wrong_contender_is_found(planted: Contender, capsys: pytest.CaptureFixture[str]) -> None:
     bench = make_bench(BASE, LORA, planted)
-    assert report(bench, [CASES["plain"]], {}) == 1
+    facts = {"device": "cpu", "commit": "unknown"}
+    assert report(bench, [CASES["plain"]], facts) == 1
     lines = capsys.readouterr().out.splitlines()
     assert "FAILED: wrong: wrong (error" in lines[1]
     result = json.loads(lines[-1])
@@ -535,6 +536,8 @@ def test_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
         table = list(csv.DictReader(file))
     assert len(table) == 8
     assert all(float(row["classic_us"]) > 0 for row in table)
+    for row in (*table, *kept["results"]):  # each says its own, out of its file too
+        assert (row["device"], row["commit"]) == (facts["device"], facts["commit"])
     assert [text.split()[0] for text in lines].count("tiny") == 8
 
 

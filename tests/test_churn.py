@@ -94,7 +94,7 @@ def assert_nothing_is_left(engine: Engine, files: int) -> None:
     manager = engine._adapters
     assert isinstance(manager, AdapterManager)
     assert not manager._versions
-    assert not manager._host._copies
+    assert len(manager._host.policy) == 0
     deadline = time.monotonic() + 10
     while "vexpert-loader" in vexpert_threads() or open_files() != files:
         assert time.monotonic() < deadline, (vexpert_threads(), open_files(), files)

@@ -68,6 +68,8 @@ WORDS = ["bench", "throughput", "folder", "--num-prompts", "2", "4", "--input-le
 def cells(capsys: pytest.CaptureFixture[str]) -> list[dict[str, Any]]:
     result = json.loads(capsys.readouterr().out.splitlines()[-1])
     found: list[dict[str, Any]] = result["cells"]
+    for row in found:  # each says its own, out of its file too
+        assert (row["device"], row["commit"]) == (result["device"], result["commit"])
     return found
 
 

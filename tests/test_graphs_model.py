@@ -6,6 +6,7 @@ test has the kernels themselves, in Triton's interpreter. Tests marked `gpu` rep
 """
 
 import copy
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 from helpers_engine import EagerCapturer, FakeTokenizer
 from helpers_extras import FOLDER, Files, make_model
 from helpers_writers import linear_keys, per_expert_keys, random_adapter
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
@@ -136,12 +138,67 @@ def assert_equal(got: list[torch.Tensor], want: list[torch.Tensor]) -> None:
         torch.testing.assert_close(one, other, atol=TOLERANCE, rtol=0)
 
 
-def test_the_kernels_themselves(models: Models) -> None:
-    """In the interpreter: three tokens of two requests, one of them with an adapter."""
+def _is_mask(indices: Any) -> bool:
+    """Whether one of several indices is a mask, whose ones have to be counted."""
+    given = indices if isinstance(indices, list | tuple) else [indices]
+    return any(isinstance(x, torch.Tensor) and x.dtype == torch.bool for x in given)
+
+
+class Waits(TorchDispatchMode):
+    """Notes operations that a host would wait for: their result, or its shape, is needed there."""
+
+    NAMES = ("_local_scalar_dense", "nonzero", "masked_select", "is_nonzero", "_to_copy", "equal")
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: list[str] = []
+        self.count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += 1
+        name = func.overloadpacket.__name__
+        masks = name.startswith("index") and any(_is_mask(index) for index in args[1:2])
+        if name in self.NAMES or masks:
+            self.seen.append(name)
+        return func(*args, **(kwargs or {}))
+
+
+class WatchingCapturer(EagerCapturer):
+    """Watches the step of each capture."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.waits = Waits()
+
+    def capture(self, run: Callable[[], None]) -> Callable[[], None]:
+        with self.waits:
+            return super().capture(run)
+
+
+def test_waits_are_seen() -> None:
+    x = torch.tensor([1, 0, 2])
+    for wait in (lambda: x[0].item(), lambda: x[x > 0], x.nonzero, lambda: bool(x[1])):
+        with Waits() as waits:
+            wait()
+        assert waits.seen, waits.count
+    with Waits() as waits:
+        torch.where(x > 0, x, -x)[x.clamp(max=1)]
+    assert waits.count
+    assert not waits.seen
+
+
+def test_the_kernels_themselves(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+    """In the interpreter: three tokens of two requests, one of them with an adapter. Nothing in a
+    captured step waits for the device.
+    """
+    capturer = WatchingCapturer()
+    monkeypatch.setitem(globals(), "EagerCapturer", lambda: capturer)
     options = {"lora_backend": "triton", "max_num_seqs": 2, "max_loras": 2}
     engine = models.engine("cpu", **options, warm_up="none")
     got = answers(engine, [None, "all"], tokens=2)
     assert len(graphs_of(engine)._lora) == 1
+    assert capturer.waits.count > 100
+    assert not capturer.waits.seen
     assert_equal(got, answers(models.engine("cpu", False, **options), [None, "all"], tokens=2))
 
 

@@ -5,6 +5,7 @@ from random import Random
 import pytest
 import torch
 from helpers_adapters import EXPERTS, HIDDEN, INNER, TargetBuilder
+from helpers_slots import Slots
 
 from vexpert.lora.budget import full_adapter_bytes
 from vexpert.lora.pack import PackedAdapter, pack
@@ -109,13 +110,11 @@ def test_churn_of_mixed_sizes_wastes_nothing(monkeypatch: pytest.MonkeyPatch) ->
         pack(weights(model, rank, kind), model, torch.bfloat16) for rank, kind in kinds
     ]
     budget = 3 * ready[-1].nbytes
-    pool = make_pool(model, 64, budget, monkeypatch)
+    slots = Slots(pool := make_pool(model, 64, budget, monkeypatch))
     random, fullest = Random(1), 0.0
     for _ in range(300):
-        packed = random.choice(ready)
-        assert pool.make_room(packed.nbytes) is not None
-        pool.install(packed)
+        slots.put(random.choice(ready))
         fullest = max(fullest, pool.arena.used_bytes / pool.arena.nbytes)
         assert pool.arena.used_bytes <= 1.01 * pool.payload_bytes
-    pool.check_integrity()
+    slots.check_integrity()
     assert fullest > 0.95

@@ -15,6 +15,7 @@ from test_lora_manager import (
     folder,
     make,
     reads,
+    slot_of,
     start,
     states,
     wait_until,
@@ -22,6 +23,7 @@ from test_lora_manager import (
 )
 
 from vexpert.errors import AdapterError, AdapterNotFoundError
+from vexpert.lora.adapter_version import Version
 from vexpert.lora.device_tier import Pace
 from vexpert.lora.loading import LoaderPool
 from vexpert.lora.manager import AdapterManager
@@ -295,6 +297,24 @@ def test_pinned_adapters_stay(tmp_path: Path) -> None:
     manager.check_integrity()
 
 
+def test_steps_between_a_read_and_its_name_leave_a_pinned_adapter_alone(
+    manager: AdapterManager, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    wait = manager._host.wait
+
+    def wait_and_step(version: Version) -> None:
+        wait(version)
+        for _ in range(3):
+            manager.advance()
+            manager.check_integrity()
+
+    monkeypatch.setattr(manager._host, "wait", wait_and_step)
+    assert manager.load("a", folder(tmp_path, "a", 0), pinned=True).state == "host"
+    manager.advance()
+    assert [info.state for info in manager.list()] == ["device"]
+    manager.check_integrity()
+
+
 def test_host_memory_is_bounded_and_what_waits_is_not_dropped(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -352,15 +372,15 @@ def test_prefetch_brings_what_will_be_asked_for_and_evicts_nothing_wanted(tmp_pa
         manager.hold(refs[name])
     wait_until(lambda: [info.state for info in manager.list()] == ["device", "host", "host"])
     manager.prefetch([refs["b"], refs["c"]])
-    assert manager.slot_of(refs["b"]) is not None  # no request asked for it yet
+    assert slot_of(manager, refs["b"]) is not None  # no request asked for it yet
     manager.prefetch([refs["c"]])
-    assert manager.slot_of(refs["c"]) is None  # a runs, b is wanted
+    assert slot_of(manager, refs["c"]) is None  # a runs, b is wanted
     manager.drop(refs["b"])
     manager.prefetch([refs["c"]])
-    assert manager.slot_of(refs["c"]) is None  # what has just come stays for this step
+    assert slot_of(manager, refs["c"]) is None  # what has just come stays for this step
     manager.advance()
     manager.prefetch([refs["c"]])
-    assert manager.slot_of(refs["c"]) is not None
+    assert slot_of(manager, refs["c"]) is not None
     finish(manager, held)
     manager.check_integrity()
 

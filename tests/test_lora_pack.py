@@ -39,7 +39,7 @@ def make_pool(num_slots: int = 4, dtype: torch.dtype = torch.float32) -> SlotPoo
 
 def install(pool: SlotPool, weights: AdapterWeights, dtype: torch.dtype = torch.float32) -> int:
     packed = pack(weights, TARGETS, dtype)
-    assert pool.make_room(packed.nbytes) == ()
+    assert pool.block_bytes(packed.nbytes) <= pool.free_bytes
     return pool.install(packed)
 
 

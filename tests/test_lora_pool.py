@@ -3,11 +3,12 @@
 import pytest
 import torch
 from helpers_adapters import adapter, canonical_delta, stored_delta, tiny_targets
+from helpers_slots import Slots
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from vexpert.lora.arena import Allocator, Arena
-from vexpert.lora.pack import PackedAdapter, align_up, pack, start_alignment
+from vexpert.lora.pack import align_up, pack, start_alignment
 from vexpert.lora.pool import SlotPool
 
 CPU = torch.device("cpu")
@@ -35,11 +36,6 @@ def make_pool(num_slots: int, nbytes: int) -> SlotPool:
 def taken(seed: int) -> int:
     """Bytes of the arena that an adapter takes."""
     return align_up(PACKED[seed].nbytes, ALIGNMENT)
-
-
-def put(pool: SlotPool, packed: PackedAdapter) -> int:
-    assert pool.make_room(packed.nbytes) is not None
-    return pool.install(packed)
 
 
 def assert_slot_is(pool: SlotPool, slot: int, seed: int) -> None:
@@ -158,44 +154,44 @@ class Model:
     """What the pool should hold: a plain account of the same actions."""
 
     def __init__(self, pool: SlotPool) -> None:
-        self.pool = pool
+        self.pool, self.slots = pool, Slots(pool)
         self.seed: dict[int, int] = {}
-        self.pins: dict[int, int] = {}
+        self.uses: dict[int, int] = {}
 
     def install(self, seed: int) -> None:
         packed = PACKED[seed]
         before = dict(self.seed)
-        evicted = self.pool.make_room(packed.nbytes)
-        pinned = [slot for slot in before if self.pins[slot]]
-        pinned_bytes = sum(taken(before[slot]) for slot in pinned)
-        possible = len(pinned) < self.pool.num_slots
-        possible &= pinned_bytes + taken(seed) <= self.pool.arena.nbytes
+        evicted = self.slots.victims(packed.nbytes)
+        used = [slot for slot in before if self.uses[slot]]
+        used_bytes = sum(taken(before[slot]) for slot in used)
+        possible = len(used) < self.pool.num_slots
+        possible &= used_bytes + taken(seed) <= self.pool.arena.nbytes
         assert (evicted is not None) == possible
         for slot in evicted or ():
-            assert not self.pins.pop(slot)
+            assert not self.uses.pop(slot)
             del self.seed[slot]
         if evicted is not None:
-            slot = self.pool.install(packed)
+            slot = self.slots.put(packed)
             assert slot not in self.seed
-            self.seed[slot], self.pins[slot] = seed, 0
+            self.seed[slot], self.uses[slot] = seed, 0
 
     def act(self, action: str, number: int) -> None:
         if action == "install":
             self.install(number % len(PACKED))
         elif self.seed:
             slot = sorted(self.seed)[number % len(self.seed)]
-            if action == "pin":
-                self.pool.pin(slot)
-                self.pins[slot] += 1
-            elif action == "unpin" and self.pins[slot]:
-                self.pool.unpin(slot)
-                self.pins[slot] -= 1
-            elif action == "remove" and not self.pins[slot]:
-                self.pool.remove(slot)
-                del self.seed[slot], self.pins[slot]
+            if action == "use":
+                self.slots.policy.use(slot)
+                self.uses[slot] += 1
+            elif action == "unuse" and self.uses[slot]:
+                self.slots.policy.unuse(slot)
+                self.uses[slot] -= 1
+            elif action == "remove" and not self.uses[slot]:
+                self.slots.remove(slot)
+                del self.seed[slot], self.uses[slot]
 
     def check(self) -> None:
-        self.pool.check_integrity()
+        self.slots.check_integrity()
         used = sum(taken(seed) for seed in self.seed.values())
         assert self.pool.arena.used_bytes == used
         for slot in range(self.pool.num_slots):
@@ -206,7 +202,7 @@ class Model:
 
 
 ACTIONS = st.tuples(
-    st.sampled_from(["install", "install", "pin", "unpin", "remove"]), st.integers(0, 9)
+    st.sampled_from(["install", "install", "use", "unuse", "remove"]), st.integers(0, 9)
 )
 
 
@@ -223,37 +219,26 @@ def test_pool_under_random_use(
         assert_slot_is(model.pool, slot, seed)
 
 
-def test_least_recently_used_unpinned_slot_leaves_first() -> None:
-    pool = make_pool(3, 1 << 20)
-    slots = [put(pool, PACKED[0]) for _ in range(3)]
-    pool.pin(slots[0])
-    pool.unpin(slots[0])  # used last
-    pool.pin(slots[1])  # in use
-    assert pool.make_room(PACKED[0].nbytes) == (slots[2],)
-    put(pool, PACKED[0])
-    assert pool.make_room(PACKED[0].nbytes) == (slots[0],)
-
-
 def test_nothing_is_evicted_when_it_would_not_help() -> None:
     pool = make_pool(3, taken(1) + taken(0))
-    pool.pin(put(pool, PACKED[0]))
-    idle = put(pool, PACKED[2])
-    assert pool.make_room(taken(1) + 16) is None
+    slots = Slots(pool)
+    slots.policy.use(slots.put(PACKED[0]))
+    idle = slots.put(PACKED[2])
+    assert slots.victims(taken(1) + 16) is None
     assert_slot_is(pool, idle, 2)
 
 
 def test_compaction_keeps_every_adapter_right() -> None:
     seeds = (3, 2, 3, 4)
     pool = make_pool(6, sum(taken(seed) for seed in seeds))
-    slots = [put(pool, PACKED[seed]) for seed in seeds]
-    pool.pin(slots[3])  # a running adapter may move, between two steps
+    slots = [pool.install(PACKED[seed]) for seed in seeds]
     pool.remove(slots[0])
     pool.remove(slots[2])
     hole = taken(3)
     large = pack(adapter(TARGETS, 8, 2, ("experts", "q")), TARGETS, torch.float32)
     assert hole < align_up(large.nbytes, ALIGNMENT) <= 2 * hole
-    assert pool.make_room(large.nbytes) == ()
-    pool.install(large)
+    assert pool.block_bytes(large.nbytes) <= pool.free_bytes
+    pool.install(large)  # others move for it
     pool.check_integrity()
     assert pool.arena.used_bytes == taken(2) + taken(4) + align_up(large.nbytes, ALIGNMENT)
     assert_slot_is(pool, slots[1], 2)
@@ -262,12 +247,12 @@ def test_compaction_keeps_every_adapter_right() -> None:
 
 def test_a_removed_slot_and_its_successor_show_nothing_stale() -> None:
     pool = make_pool(1, 1 << 20)
-    full = put(pool, PACKED[1])
+    full = pool.install(PACKED[1])
     pool.remove(full)
     pool.arena.buffer.fill_(float("nan"))
     for site in TARGETS.sites:
         assert not stored_delta(site, pool.tables[site.index], full, 0).any()
-    slot = put(pool, PACKED[0])  # q alone
+    slot = pool.install(PACKED[0])  # q alone
     assert slot == full
     assert_slot_is(pool, slot, 0)
     pool.check_integrity()
@@ -282,11 +267,12 @@ def test_install_evict_and_compact_on_a_gpu() -> None:
     }
     size = packed[1].nbytes + packed[4].nbytes
     pool = SlotPool(TARGETS, 3, size, torch.device("cuda"), torch.float32)
-    put(pool, packed[2])
-    kept = put(pool, packed[4])
-    pool.pin(kept)
-    largest = put(pool, packed[1])  # evicts slot 0, and moves what is pinned
-    pool.check_integrity()
+    slots = Slots(pool)
+    slots.put(packed[2])
+    kept = slots.put(packed[4])
+    slots.policy.use(kept)
+    largest = slots.put(packed[1])  # evicts slot 0, and moves what is in use
+    slots.check_integrity()
     assert_slot_is(pool, kept, 4)
     assert_slot_is(pool, largest, 1)
 
@@ -294,7 +280,7 @@ def test_install_evict_and_compact_on_a_gpu() -> None:
 @pytest.mark.parametrize("fault", ["rank", "offset", "host_rank", "stale"])
 def test_pool_integrity_check_sees_planted_faults(fault: str) -> None:
     pool = make_pool(2, 1 << 20)
-    slot = put(pool, PACKED[2])
+    slot = pool.install(PACKED[2])
     pool.check_integrity()
     table = pool.tables[1]
     if fault == "rank":
@@ -309,17 +295,9 @@ def test_pool_integrity_check_sees_planted_faults(fault: str) -> None:
         pool.check_integrity()
 
 
-def test_pinned_slots_cannot_be_removed() -> None:
-    pool = make_pool(1, 1 << 20)
-    slot = put(pool, PACKED[0])
-    pool.pin(slot)
-    with pytest.raises(AssertionError, match="in use"):
-        pool.remove(slot)
-
-
 def test_tables_can_be_written_outside_inference_mode() -> None:
     with torch.inference_mode():
         pool = make_pool(2, 1 << 20)
-        slot = put(pool, PACKED[0])
+        slot = pool.install(PACKED[0])
     pool.remove(slot)
     pool.check_integrity()

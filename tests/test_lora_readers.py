@@ -265,7 +265,7 @@ def test_a_manager_whose_adapters_are_read_in_processes(tmp_path: Path) -> None:
     assert len(readers.pids()) == 1
     for name in ("one", "two"):
         for ref in [ref for ref in manager._versions if ref.name == name]:
-            if manager._versions[ref].holds:
+            if manager._versions[ref].life.holds:
                 finish(manager, ref)
     for name in ("one", "two", "m"):
         manager.unload(name)

@@ -5,12 +5,12 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from helpers_engine_thread import EngineThread
 from helpers_server import BASE, FakeEngine, RunningServer, serving, wait_for
 
 from vexpert.errors import ConfigError
 from vexpert.server import engine_client, engine_loop
 from vexpert.server.app import create_app
-from vexpert.server.engine_thread import EngineThread
 
 pytest_plugins = ["helpers_server_fixtures"]
 

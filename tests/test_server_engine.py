@@ -8,6 +8,7 @@ from collections.abc import Callable, Coroutine, Iterator
 from typing import Any, TypeVar
 
 import pytest
+from helpers_engine_thread import EngineThread
 from helpers_fake_engine import FakeEngine
 from helpers_hosts import HOSTS, is_ended, process_host, started, submit, thread_host, until
 from helpers_server import BASE, RunningServer, wait_for
@@ -15,7 +16,6 @@ from helpers_server import BASE, RunningServer, wait_for
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError, ModelError, RequestError
 from vexpert.server.engine_client import AsyncEngine
-from vexpert.server.engine_thread import EngineThread
 from vexpert.server.progress import (
     EngineCallError,
     EngineFailedError,

@@ -5,10 +5,10 @@ import threading
 
 import httpx
 import pytest
+from helpers_engine_thread import EngineThread
 from helpers_server import BASE, FakeEngine
 
 from vexpert.server.app import create_app
-from vexpert.server.engine_thread import EngineThread
 from vexpert.server.listen import bind, url_of
 from vexpert.server.options import ServerOptions
 from vexpert.server.run import run

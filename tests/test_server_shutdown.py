@@ -12,11 +12,11 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers_engine_thread import EngineThread
 from helpers_raw_http import request_bytes
 from helpers_server import BASE, FakeEngine, make_fake_engine, wait_for
 
 from vexpert.server.app import create_app
-from vexpert.server.engine_thread import EngineThread
 from vexpert.server.listen import bind, url_of
 from vexpert.server.options import ServerOptions
 from vexpert.server.run import run

@@ -15,7 +15,7 @@ ZIPF = 1.5  # the i-th most popular has a share in proportion to i ** -ZIPF
 class Draw:
     """Inputs of one layer at one step, on the device."""
 
-    hidden: torch.Tensor  # [T, H]
+    hidden: torch.Tensor  # [T, H] in the layer's dtype
     topk_ids: torch.Tensor  # [T, K] int64
     topk_weights: torch.Tensor  # [T, K], hidden's dtype; each row sums to 1
     slots: torch.Tensor  # [T] int64, -1: base

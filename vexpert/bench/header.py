@@ -4,6 +4,7 @@ import importlib.metadata
 import platform
 import subprocess
 import time
+from collections.abc import Mapping
 
 import torch
 
@@ -45,3 +46,8 @@ def describe(device: torch.device) -> dict[str, str]:
         "commit": commit() or UNKNOWN,
         "date": time.strftime("%Y-%m-%d %H:%M:%S %z"),
     }
+
+
+def stamp(facts: Mapping[str, str]) -> dict[str, str]:
+    """Of `describe`, what each row carries: so that a row out of its file says whose it is."""
+    return {"device": facts["device"], "commit": facts["commit"]}

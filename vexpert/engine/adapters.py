@@ -10,7 +10,7 @@ from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, TierUsage, Wa
 
 
 class AdapterSource(Protocol):
-    """Adapters by name and version, and the slots that running sequences pin.
+    """Adapters by name and version, and the slots that running sequences use.
 
     A (name, version) means the same weights for the life of the process: KV blocks are keyed by it.
     """
@@ -63,7 +63,7 @@ class AdapterSource(Protocol):
         """Called before each step. The versions whose requests cannot go on, with the reason."""
 
     def acquire(self, ref: AdapterRef) -> int | Wait:
-        """Pin `ref` in a slot for one sequence and return the slot, or why there is none now."""
+        """Use the slot of `ref` for one sequence: the slot, or why there is none now."""
 
     def prefetch(self, refs: Iterable[AdapterRef]) -> None:
         """These will be acquired soon."""

@@ -27,7 +27,7 @@ class HostCopy(Landing):
         if tensors and tensors[0].is_cuda:
             # Pinned: PyTorch does that for a copy that does not block.
             tensors = [tensor.to("cpu", non_blocking=True) for tensor in tensors]
-            event = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            event = torch.cuda.Event()
             event.record()
         super().__init__(tensors, event)
 

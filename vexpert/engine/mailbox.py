@@ -40,7 +40,7 @@ class Mailbox:
         tokens = self.told[place, :count]
         if not self._is_cuda:
             return Landing([tokens.clone()], None)
-        over = self._over[place] or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        over = self._over[place] or torch.cuda.Event()
         over.record()
         self._over[place] = over
         return Landing([tokens], over)

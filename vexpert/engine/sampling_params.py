@@ -33,13 +33,13 @@ class _Range(NamedTuple):
     is_int: bool = False
     may_be_none: bool = False
 
-    def check(self, name: str, value: object) -> None:
+    def check(self, name: str, value: Any) -> None:
         if value is None and self.may_be_none:
             return
         kind = "an integer" if self.is_int else "a number"
         rule = f"use {kind} from {self.low} to {self.high}"
         is_kind = _is_int(value) if self.is_int else _is_number(value)
-        ok = is_kind and self.low <= value <= self.high  # type: ignore[operator]
+        ok = is_kind and self.low <= value <= self.high
         _require(ok, name, value, f"{rule}, or None" if self.may_be_none else rule)
 
 

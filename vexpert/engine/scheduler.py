@@ -191,7 +191,7 @@ class Scheduler:
         return rest >= len(self.running)
 
     def _take_slot(self, sequence: Sequence) -> Wait | None:
-        """Pin the adapter's slot for `sequence`, if it has an adapter; why not, or None."""
+        """Use the adapter's slot for `sequence`, if it has an adapter; why not, or None."""
         if sequence.adapter is not None:
             slot = self.adapters.acquire(sequence.adapter)
             if isinstance(slot, Wait):

@@ -24,7 +24,7 @@ class _Pinned:
 
     def mark_copied(self) -> None:
         """The copy from it has been begun on the current stream."""
-        self._copied = self._copied or torch.cuda.Event()  # type: ignore[no-untyped-call]
+        self._copied = self._copied or torch.cuda.Event()
         self._copied.record()
 
 

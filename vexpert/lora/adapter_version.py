@@ -1,92 +1,68 @@
-"""One version of a named adapter: where its weights are and who uses it."""
+"""One version of a named adapter: what it is, and what has become of it."""
 
 import unicodedata
 from collections.abc import Iterable
-from dataclasses import dataclass
-
-import torch
+from dataclasses import dataclass, field
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
-from vexpert.lora.source import Fingerprint, HostCopy, Source
+from vexpert.lora.adapter_state import ON_DEVICE, ON_HOST, Life
+from vexpert.lora.source import Source
 from vexpert.lora.types import AdapterInfo, AdapterRef
 
 MAX_NAME = 256  # characters
 SHOWN_NAMES = 20
 
 
-@dataclass(eq=False)
+@dataclass(frozen=True, eq=False)
 class Version:
-    """Changed only under the manager's lock."""
+    """A name's weights at one time: always the same ones. What changes is in `life`."""
 
     ref: AdapterRef
     source: Source
     is_pinned: bool = False  # never evicted from the device
-    files: Fingerprint | None = None  # as first read; None: not read yet
-    rank: int = 0
-    warnings: tuple[str, ...] = ()
-    # host tier
-    buffer: torch.Tensor | None = None  # its host memory, from before it is filled
-    host: HostCopy | None = None
-    is_loading: bool = False  # read now, or waiting for a loader thread
-    # device tier
-    slot: int | None = None  # set once its weights are whole there
-    is_copying: bool = False
-    device_bytes: int = 0  # of its block, while it has a slot
-    # users
-    holds: int = 0  # living requests
-    retired: bool = False  # unloaded or replaced: gone once nobody uses it
-    drain_until: float | None = None  # time.monotonic() at which its requests are ended
-    error: str | None = None
-    last_use: float | None = None  # time.time()
-    loads: int = 0
-    load_seconds: float = 0.0
-    evictions: int = 0
+    life: Life = field(default_factory=Life)
 
     @property
-    def nbytes(self) -> int:
-        """Bytes of its host memory."""
-        return 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
-
-    @property
-    def state(self) -> str:
-        if self.retired:
+    def shown_state(self) -> str:
+        """What users are told: one word, the most telling."""
+        state = self.life.state
+        if self.life.is_retired:
             return "draining"
-        if self.error is not None:
-            return "errored"
-        if self.slot is not None:
+        if state in ON_DEVICE:
             return "device"
-        if self.is_loading:
-            return "loading"
-        return "registered" if self.host is None else "host"
+        return "host" if state in ON_HOST else state.value
 
     @property
     def tier(self) -> str:
-        if self.slot is not None:
+        """The fastest place that has its weights."""
+        state = self.life.state
+        if state in ON_DEVICE:
             return "device"
-        return "disk" if self.host is None else "host"
+        return "host" if state in ON_HOST else "disk"
 
     def info(self) -> AdapterInfo:
         """What users may see. Without the lock it may be a moment old, no more."""
-        slot = self.slot
+        life = self.life
+        slot, contents, history = life.slot, life.contents, life.history
         return AdapterInfo(
             name=self.ref.name,
             version=self.ref.version,
             path=str(self.source),
-            state=self.state,
-            rank=self.rank,
-            host_bytes=self.nbytes,
-            device_bytes=self.device_bytes,
+            state=self.shown_state,
+            rank=0 if contents is None else contents.rank,
+            host_bytes=life.host_bytes,
+            device_bytes=life.device_bytes,
             slot=-1 if slot is None else slot,
-            error=self.error,
-            warnings=self.warnings,
+            error=life.error,
+            warnings=() if contents is None else contents.warnings,
             tier=self.tier,
             pinned=self.is_pinned,
-            requests=self.holds,
-            last_use=self.last_use,
-            loads=self.loads,
-            load_seconds=self.load_seconds,
-            evictions=self.evictions,
+            requests=life.holds,
+            last_use=history.last_use,
+            loads=history.loads,
+            load_seconds=history.load_seconds,
+            evictions=history.evictions,
         )
 
 

@@ -13,6 +13,7 @@ import torch
 
 from vexpert.log import get_logger
 from vexpert.lora.adapter_version import Version
+from vexpert.lora.eviction import DevicePolicy, Room
 from vexpert.lora.pool import SlotPool
 from vexpert.lora.transfer import Copier, Transfer, make_transfer
 from vexpert.lora.types import Wait
@@ -51,8 +52,8 @@ class _Install:
 
 
 class DeviceTier:
-    """Who is in which slot. `settled(version)` is called when an install has ended, and
-    `fetch(version)` where a pinned one is not on the host.
+    """Brings versions to the slots of `pool`, as `policy` allows. `settled(version)` is called when
+    an install has ended, and `fetch(version)` where a pinned one is not on the host.
     """
 
     def __init__(
@@ -63,29 +64,19 @@ class DeviceTier:
         fetch: Callable[[Version], None],
     ) -> None:
         self.pool = pool
-        self.in_slot: dict[int, Version] = {}
-        self.evictions = 0
+        self.policy = DevicePolicy(pool.arena.nbytes, pool.num_slots)
         self._pace = GPU_PACE if device.type == "cuda" else CPU_PACE
         self._copier = Copier(device) if device.type == "cuda" else None
         self._settled, self._fetch = settled, fetch
         self._install: _Install | None = None
         self._pinned: deque[Version] = deque()  # to be installed without being asked for
         self._waiting_pinned: list[Version] = []  # of them, those that found no room in this step
-        self._claims: set[int] = set()  # installed since the last pass: whoever asked comes first
         self._last_step = time.monotonic()
         self._copy_left = self._move_left = UNLIMITED
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes of the arena that pinned adapters take."""
-        return sum(v.device_bytes for v in self.in_slot.values() if v.is_pinned)
-
     def can_ever_fit(self, nbytes: int) -> bool:
         """Whether `nbytes` fit beside what never leaves."""
-        allocator, itemsize = self.pool.arena.allocator, self.pool.arena.itemsize
-        need = allocator.rounded(nbytes // itemsize) * itemsize
-        slots = sum(version.is_pinned for version in self.in_slot.values())
-        return need + self.pinned_bytes <= self.pool.arena.nbytes and slots < self.pool.num_slots
+        return self.policy.can_ever_fit(self.pool.block_bytes(nbytes))
 
     def begin_step(self, is_idle: bool) -> None:
         """A new step: new budgets, none if nobody runs, and the install under way goes on."""
@@ -93,7 +84,7 @@ class DeviceTier:
         self._copy_left = UNLIMITED if is_idle else self._pace.copy_bytes(now - self._last_step)
         self._move_left = UNLIMITED if is_idle else self._pace.move
         self._last_step = now
-        self._claims.clear()
+        self.policy.begin_step()
         self._work()
         self._pinned.extend(self._waiting_pinned)
         self._waiting_pinned.clear()
@@ -101,9 +92,9 @@ class DeviceTier:
             self._install_pinned(self._pinned.popleft())
 
     def _install_pinned(self, version: Version) -> None:
-        if version.slot is not None or version.retired:
+        if version.life.slot is not None or version.life.is_retired:
             return
-        if version.host is None:
+        if version.life.host is None:
             self._fetch(version)  # it is pinned again when it has come
         elif not self._begin(version):
             self._waiting_pinned.append(version)
@@ -113,76 +104,66 @@ class DeviceTier:
         self._pinned.append(version)
 
     def acquire(self, version: Version) -> int | Wait:
-        """Pin `version` in its slot for one request; installs it if it is on the host."""
-        if version.slot is None:
-            if version.host is None or self._install is not None:
+        """Use the slot of `version` for one sequence; installs it if it is on the host."""
+        life = version.life
+        if life.slot is None:
+            if life.host is None or self._install is not None:
                 return Wait.COMING
             if not self._begin(version):
                 return Wait.NO_ROOM
-            if version.slot is None:
+            if life.slot is None:
                 return Wait.COMING
-        self.pool.pin(version.slot)
-        self._claims.discard(version.slot)
-        return version.slot
+        self.policy.use(life.slot)
+        return life.slot
 
     def release(self, version: Version) -> None:
         """Undo one `acquire`."""
-        assert version.slot is not None, f"{version.ref} has no slot"
-        self.pool.unpin(version.slot)
+        assert version.life.slot is not None, f"{version.ref} has no slot"
+        self.policy.unuse(version.life.slot)
 
     def prefetch(self, versions: Iterable[Version]) -> None:
         """Install the first of `versions` that needs it, if nothing wanted has to leave for it."""
         if self._install is None:
             for version in versions:
-                if version.slot is None and version.host is not None:
-                    self._begin(version, keep=self._wanted())
+                if version.life.slot is None and version.life.host is not None:
+                    self._begin(version, spare_held=True)
                     return
 
     def remove(self, version: Version) -> None:
-        """Free the slot of `version`, which nobody uses."""
-        if version.slot is not None:
-            self.pool.remove(version.slot)
-            self._leave(version.slot)
-
-    def is_pinned(self, version: Version) -> bool:
-        """Whether a running request uses the slot of `version`."""
-        return version.slot is not None and self.pool.is_pinned(version.slot)
+        """Free the slot of `version`, if it has one; no sequence uses it."""
+        slot = version.life.slot
+        if slot is not None:
+            self.policy.leave(slot)
+            self.pool.remove(slot)
 
     def check_integrity(self) -> None:
-        """Assert that slots and versions agree, and the pool with itself."""
+        """Assert that policy and pool agree, and each with itself."""
         self.pool.check_integrity()
+        self.policy.check_integrity()
         filling = None if self._install is None else self._install.slot
+        in_slot = self.policy.in_slot
         for slot in range(self.pool.num_slots):
-            taken = slot in self.in_slot or slot == filling
+            taken = slot in in_slot or slot == filling
             assert taken == self.pool.is_taken(slot), f"slot {slot} has no owner"
-        for slot, version in self.in_slot.items():
-            assert version.slot == slot, f"{version.ref} in slot {slot} says {version.slot}"
-            assert version.device_bytes == self.pool.resident_bytes(slot)
+        for slot, version in in_slot.items():
+            assert version.life.device_bytes == self.pool.resident_bytes(slot)
 
-    def _wanted(self) -> set[int]:
-        return {slot for slot, version in self.in_slot.items() if version.holds}
-
-    def _begin(self, version: Version, keep: Iterable[int] = ()) -> bool:
+    def _begin(self, version: Version, spare_held: bool = False) -> bool:
         """Make room for `version` and begin its install; False: there is no room now."""
-        assert version.host is not None
-        pinned = {slot for slot, other in self.in_slot.items() if other.is_pinned}
-        stay = pinned | self._claims | set(keep)
-        evicted = self.pool.make_room(version.host.packed.nbytes, stay, self._wanted())
+        host = version.life.host
+        assert host is not None
+        need = self.pool.block_bytes(host.packed.nbytes)
+        room = Room(self.pool.free_bytes, self.pool.empty_slots)
+        evicted = self.policy.victims(need, room, spare_held)
         if evicted is None:
             return False
         for slot in evicted:
-            self._leave(slot).evictions += 1
-            self.evictions += 1
-        version.is_copying = True
+            self.policy.evict(slot)
+            self.pool.remove(slot)
+        version.life.begin_copy()
         self._install = _Install(version)
         self._work()
         return True
-
-    def _leave(self, slot: int) -> Version:
-        version = self.in_slot.pop(slot)
-        version.slot, version.device_bytes = None, 0
-        self._claims.discard(slot)
-        return version
 
     def _work(self) -> None:
         """Go on with the install as far as this step's budgets allow."""
@@ -196,7 +177,7 @@ class DeviceTier:
 
     def _advance(self, install: _Install) -> bool:
         """Whether the weights are whole on the device."""
-        host = install.version.host
+        host = install.version.life.host
         assert host is not None
         packed = host.packed
         while install.slot is None:
@@ -216,10 +197,8 @@ class DeviceTier:
         version, slot = install.version, install.slot
         assert slot is not None
         self.pool.publish(slot)
-        version.slot, version.is_copying = slot, False
-        version.device_bytes = self.pool.resident_bytes(slot)
-        self.in_slot[slot] = version
-        self._claims.add(slot)
+        version.life.end_copy(slot, self.pool.resident_bytes(slot))
+        self.policy.enter(version)
         self._install = None
         self._settled(version)
 
@@ -229,9 +208,9 @@ class DeviceTier:
             install.transfer.cancel()  # nothing may write to the block once it is free
         if install.slot is not None:
             self.pool.remove(install.slot)
-        version.is_copying = False
         cause = (str(error) or type(error).__name__).splitlines()[0]
-        version.error = f"adapter {version.ref.name!r}: the device could not take it: {cause}"
-        logger.error("%s", version.error)
+        reason = f"adapter {version.ref.name!r}: the device could not take it: {cause}"
+        version.life.fail(reason)
+        logger.error("%s", reason)
         self._install = None
         self._settled(version)

@@ -32,7 +32,7 @@ def _pin(buffer: torch.Tensor) -> None:
     The steps of other requests wait for a registration: 485 ms for 1 GiB of new pages on an H200's
     host, 2.6 ms for 64 MiB of pages that exist, 1.2 ms for 16 MiB.
     """
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart = torch.cuda.cudart()
     done = 0
     for piece in torch.split(buffer, PIN_BYTES):
         piece.zero_()
@@ -46,7 +46,7 @@ def _pin(buffer: torch.Tensor) -> None:
 
 
 def _unpin(buffer: torch.Tensor) -> None:
-    cudart = torch.cuda.cudart()  # type: ignore[no-untyped-call]
+    cudart = torch.cuda.cudart()
     for piece in torch.split(buffer, PIN_BYTES):
         cudart.cudaHostUnregister(piece.data_ptr())
 

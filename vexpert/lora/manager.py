@@ -17,9 +17,11 @@ import torch
 from vexpert.config import EngineConfig, allocating, shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
+from vexpert.lora.adapter_state import State
 from vexpert.lora.adapter_version import Version, check_name, some_names
 from vexpert.lora.budget import arena_bytes, host_bytes, reader_count, slab_bytes, slot_count
 from vexpert.lora.device_tier import DeviceTier
+from vexpert.lora.eviction import check_owners, is_in_use
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.host_memory import HostMemory
 from vexpert.lora.host_tier import HostTier
@@ -125,20 +127,20 @@ class AdapterManager:
         version = self._reserve(name, source, load_inplace, pinned)
         try:
             with self._lock:
-                version.holds += 1  # nobody may drop what is read
+                version.life.holds += 1  # nobody may drop what is read
                 self._host.ensure(version)
             self._host.wait(version)
         finally:
             with self._lock:
-                version.holds -= 1
+                version.life.holds -= 1
                 self._reserved_now.discard(name)
-                if version.error is None and version.host is not None:
+                if version.life.error is None:
                     self._commit(version)
                 else:
-                    version.retired = True
+                    version.life.is_retired = True
                     self._free_if_retired(version)
-        if version.error is not None:
-            raise AdapterError(version.error)
+        if version.life.error is not None:
+            raise AdapterError(version.life.error)
         return version.info()
 
     def register(
@@ -173,8 +175,8 @@ class AdapterManager:
             raise AdapterError(f"drain_seconds={drain_seconds}: give seconds, 0 or more")
         with self._lock:
             version = self._find(name)
-            if drain_seconds is not None and version.holds:
-                version.drain_until = time.monotonic() + drain_seconds
+            if drain_seconds is not None and version.life.holds:
+                version.life.drain_until = time.monotonic() + drain_seconds
                 self._deadlines.add(version)
             self._retire(version)
 
@@ -199,15 +201,15 @@ class AdapterManager:
                 device_bytes=arena.nbytes,
                 device_used=arena.used_bytes,
                 device_payload=self.pool.payload_bytes,
-                device_adapters=len(device.in_slot),
-                host_bytes=host.budget,
-                host_used=host.used,
-                host_adapters=host.count(),
+                device_adapters=len(device.policy.in_slot),
+                host_bytes=host.policy.budget,
+                host_used=host.policy.used,
+                host_adapters=len(host.policy),
                 loading=host.loading(),
                 loads=host.loads,
                 load_seconds=host.load_seconds,
                 errors=host.errors,
-                evictions=device.evictions,
+                evictions=device.policy.evictions,
             )
 
     def watch(self, folder: str, interval: float) -> None:
@@ -226,19 +228,19 @@ class AdapterManager:
             version = self._versions.get(ref)
             if version is None:
                 raise AdapterNotFoundError(f"adapter {ref.name!r} was unloaded; load it again")
-            if version.error is not None:
-                raise AdapterError(version.error)
-            version.holds += 1
+            if version.life.error is not None:
+                raise AdapterError(version.life.error)
+            version.life.holds += 1
             self._use(version)
-            if version.slot is None:
+            if version.life.slot is None:
                 self._host.ensure(version)
 
     def drop(self, ref: AdapterRef) -> None:
         """The request that held `ref` has ended."""
         with self._lock:
             version = self._versions[ref]
-            assert version.holds > 0, f"{ref} is not held"
-            version.holds -= 1
+            assert version.life.holds > 0, f"{ref} is not held"
+            version.life.holds -= 1
             self._use(version)
             self._free_if_retired(version)
             self._host.trim()
@@ -258,20 +260,21 @@ class AdapterManager:
             return ended
 
     def acquire(self, ref: AdapterRef) -> int | Wait:
-        """Pin `ref`, which the caller holds, in a slot; begins to bring it to the device if needed.
+        """Use the slot of `ref`, which the caller holds; begins to bring it there if needed.
 
         Where that is not done at once, ask again in a later step: `Wait` says what it waits for.
         """
         with self._lock:
             version = self._versions[ref]
-            assert version.holds > 0, f"{ref} is acquired but not held"
-            if version.error is not None:
+            life = version.life
+            assert life.holds > 0, f"{ref} is acquired but not held"
+            if life.error is not None:
                 return Wait.COMING  # its requests end with the next `advance`
-            if version.slot is None:
+            if life.slot is None:
                 self._host.ensure(version)
             slot = self._device.acquire(version)
-            if slot is Wait.NO_ROOM and not self._device.can_ever_fit(version.nbytes):
-                version.error = f"adapter {ref.name!r}: {self._too_large(version.nbytes)}"
+            if slot is Wait.NO_ROOM and not self._device.can_ever_fit(life.host_bytes):
+                life.fail(f"adapter {ref.name!r}: {self._too_large(life.host_bytes)}")
                 self._settle(version)
             return slot
 
@@ -287,15 +290,9 @@ class AdapterManager:
         with self._lock:
             versions = [self._versions[ref] for ref in refs]
             for version in versions:
-                if version.slot is None:
+                if version.life.slot is None:
                     self._host.ensure(version)
             self._device.prefetch(versions)
-
-    def slot_of(self, ref: AdapterRef) -> int | None:
-        """The slot of `ref`, or None if it is not on the device."""
-        with self._lock:
-            version = self._versions.get(ref)
-            return version.slot if version is not None else None
 
     def batch_view(
         self, slots: torch.Tensor, logit_slots: torch.Tensor, active: tuple[int, ...]
@@ -314,13 +311,9 @@ class AdapterManager:
         """Assert that versions, tiers, tables and blocks agree."""
         with self._lock:
             self._device.check_integrity()
-            self._host.check_integrity()
-            for version in self._versions.values():
-                assert version.holds >= 0
-                placed = self._device.in_slot.get(version.slot or 0)
-                assert version.slot is None or placed is version, f"{version.ref} lost its slot"
-                assert not version.retired or self._in_use(version), f"{version.ref} leaked"
-            for version in self._device.in_slot.values():
+            self._host.policy.check_integrity()
+            check_owners(self._versions.values(), self._device.policy)
+            for version in self._device.policy.in_slot.values():
                 assert self._versions.get(version.ref) is version, f"{version.ref} leaked a slot"
             assert all(self._versions[v.ref] is v for v in self._current.values())
 
@@ -344,7 +337,7 @@ class AdapterManager:
             raise AdapterError(self._too_large(nbytes))
 
     def _too_large(self, nbytes: int) -> str:
-        pinned = self._device.pinned_bytes
+        pinned = self._device.policy.pinned_bytes
         rest = f", {pinned} of them under pinned ones" if pinned else ""
         return (
             f"it needs {nbytes} bytes on the device; all adapters together have "
@@ -360,7 +353,8 @@ class AdapterManager:
         if version.is_pinned:
             self._device.pin(version)
         self._host.trim()
-        size = f", {version.nbytes / 2**20:.1f} MiB" if version.host is not None else ""
+        nbytes = version.life.host_bytes
+        size = f", {nbytes / 2**20:.1f} MiB" if nbytes else ""
         logger.info("adapter %s: version %d%s, %s", name, version.ref.version, size, version.source)
 
     def _find(self, name: str) -> Version:
@@ -372,21 +366,17 @@ class AdapterManager:
         return version
 
     def _use(self, version: Version) -> None:
-        version.last_use = time.time()
-        self._host.touch(version)
+        version.life.history.last_use = time.time()
+        self._host.policy.touch(version)
 
     def _retire(self, version: Version) -> None:
-        version.retired = True
+        version.life.is_retired = True
         if self._current.get(version.ref.name) is version:
             del self._current[version.ref.name]
         self._free_if_retired(version)
 
-    def _in_use(self, version: Version) -> bool:
-        busy = version.is_loading or version.is_copying
-        return version.holds > 0 or busy or self._device.is_pinned(version)
-
     def _free_if_retired(self, version: Version) -> None:
-        if version.retired and not self._in_use(version):
+        if version.life.is_retired and not is_in_use(version, self._device.policy):
             self._device.remove(version)
             self._host.drop(version)
             self._deadlines.discard(version)
@@ -394,11 +384,12 @@ class AdapterManager:
 
     def _settle(self, version: Version) -> None:
         """A read or a copy of `version` has ended, maybe with an error."""
-        if version.error is not None:
+        life = version.life
+        if life.error is not None:
             self._host.drop(version)
-            if version.holds and version.ref in self._versions:
-                self._ended[version.ref] = version.error
-        if version.is_pinned and version.slot is None and version.host is not None:
+            if life.holds and version.ref in self._versions:
+                self._ended[version.ref] = life.error
+        if version.is_pinned and life.state is State.HOST and version.ref in self._versions:
             self._device.pin(version)
         self._free_if_retired(version)
         self._host.trim()  # what is on the device may leave the host
@@ -407,7 +398,7 @@ class AdapterManager:
         if self._deadlines:
             now = time.monotonic()
             for version in list(self._deadlines):
-                if version.drain_until is not None and version.drain_until <= now:
+                if version.life.drain_until is not None and version.life.drain_until <= now:
                     self._deadlines.discard(version)
                     self._ended[version.ref] = (
                         f"adapter {version.ref.name!r} was unloaded, and its requests had time to "

@@ -72,7 +72,7 @@ class SiteEntry:
 class PackedAdapter:
     """An adapter ready for the arena. Immutable."""
 
-    buffer: torch.Tensor  # [N] on the host
+    buffer: torch.Tensor  # [N] on the host, in the arena's dtype
     entries: tuple[SiteEntry, ...]  # one per adapted site, by site index
     cells: Cells  # the same for the tables: made by who packs, and not between two steps
     rank: int  # largest rank of a single factor

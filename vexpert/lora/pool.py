@@ -1,13 +1,10 @@
-"""Adapter slots on the device: who is where, who may leave, and the tables that say so.
+"""Adapter slots on the device: what lies where, and the tables that say so.
 
-Between two steps the engine's thread reserves a block, fills it and publishes the slot; a slot is
-*pinned* while a running request uses it. Removing a slot is safe at any time: it must be unpinned,
-so no step reads it.
+Between two steps the engine's thread reserves a block, fills it and publishes the slot. Who may
+leave is decided elsewhere (`vexpert.lora.eviction`): a slot that a step reads must not be removed.
 """
 
 import heapq
-from collections import OrderedDict
-from collections.abc import Collection
 from dataclasses import dataclass
 
 import torch
@@ -30,7 +27,6 @@ class Resident:
     extras: tuple[ExtraEntry, ...]
     size: int  # elements
     start: int  # element of the arena
-    pins: int = 0
     is_published: bool = False  # until then its weights are not whole, and tables show rank 0
 
 
@@ -53,7 +49,6 @@ class SlotPool:
             self._tables = Tables(targets.sites, num_slots, self.arena.buffer)
         self._residents: list[Resident | None] = [None] * num_slots
         self._empty = list(range(num_slots))  # a heap
-        self._idle: OrderedDict[int, None] = OrderedDict()  # published, no pins; oldest use first
         self._payload = 0  # elements of all residents
         self.extras: dict[int, SiteExtras] = {}  # by slot; views of the arena, updated in place
 
@@ -70,10 +65,18 @@ class SlotPool:
         """Of a step with these slots, one or more."""
         return self._tables.signature(active_slots)
 
-    def fits(self, nbytes: int) -> bool:
-        """Whether an adapter of `nbytes` fits an empty arena."""
-        allocator = self.arena.allocator
-        return allocator.rounded(nbytes // self.arena.itemsize) <= allocator.capacity
+    def block_bytes(self, nbytes: int) -> int:
+        """Bytes of the arena that an adapter of `nbytes` takes."""
+        return self.arena.allocator.rounded(nbytes // self.arena.itemsize) * self.arena.itemsize
+
+    @property
+    def free_bytes(self) -> int:
+        """Bytes in no block, in one hole or many."""
+        return self.arena.allocator.free_total * self.arena.itemsize
+
+    @property
+    def empty_slots(self) -> int:
+        return len(self._empty)
 
     def _resident(self, slot: int) -> Resident:
         resident = self._residents[slot]
@@ -84,54 +87,13 @@ class SlotPool:
         """Bytes that the adapter of `slot` takes in the arena."""
         return self.arena.allocator.blocks[self._resident(slot).start] * self.arena.itemsize
 
-    def pin(self, slot: int) -> None:
-        """A running request uses the slot: it cannot be evicted. Counted."""
-        resident = self._resident(slot)
-        resident.pins += 1
-        self._idle.pop(slot, None)
-
     def is_taken(self, slot: int) -> bool:
         return self._residents[slot] is not None
 
-    def is_pinned(self, slot: int) -> bool:
-        return self._resident(slot).pins > 0
-
-    def unpin(self, slot: int) -> None:
-        """Undo one `pin`."""
-        resident = self._resident(slot)
-        assert resident.pins > 0, f"slot {slot} is not pinned"
-        resident.pins -= 1
-        if not resident.pins:
-            self._idle[slot] = None
-
-    def make_room(
-        self, nbytes: int, keep: Collection[int] = (), wanted: Collection[int] = ()
-    ) -> tuple[int, ...] | None:
-        """Evict idle slots until `nbytes` fit, those in `wanted` last, least recently used first.
-
-        Slots in `keep` stay, pinned or not. Returns the slots evicted. None: what must stay holds
-        what is needed, and nothing was evicted.
-        """
-        allocator = self.arena.allocator
-        need = allocator.rounded(nbytes // self.arena.itemsize)
-        room, slots = allocator.free_total, len(self._empty)
-        evicted: list[int] = []
-        for is_last_resort in (False, True):
-            for slot in self._idle:
-                if room >= need and slots:
-                    break
-                if (slot in wanted) is is_last_resort and slot not in keep:
-                    room += allocator.blocks[self._resident(slot).start]
-                    slots += 1
-                    evicted.append(slot)
-        if room < need or not slots:
-            return None
-        for slot in evicted:
-            self.remove(slot)
-        return tuple(evicted)
-
     def reserve(self, packed: PackedAdapter) -> int | None:
-        """A slot and a block for `packed`; None: `move` first. `make_room` must have succeeded."""
+        """A slot and a block for `packed`; None: `move` first. There must be an empty slot, and
+        `block_bytes` must be free.
+        """
         assert packed.buffer.dtype == self.arena.buffer.dtype, packed.buffer.dtype
         count = packed.buffer.numel()
         start = self.arena.allocator.allocate(count)
@@ -145,7 +107,7 @@ class SlotPool:
     def move(self, nbytes: int) -> int:
         """Slide one adapter towards making one hole of `nbytes`; its bytes. Not during a step."""
         move = self.arena.allocator.next_move(nbytes // self.arena.itemsize)
-        assert move is not None, "make_room was not asked, or refused"
+        assert move is not None, "there is no room"
         self.arena.move(move)
         for slot, resident in enumerate(self._residents):
             if resident is not None and resident.start == move.source:
@@ -163,11 +125,10 @@ class SlotPool:
         """The weights of a reserved slot are whole: show them in the tables."""
         resident = self._resident(slot)
         resident.is_published = True
-        self._idle[slot] = None
         self._write(slot, resident)
 
     def install(self, packed: PackedAdapter) -> int:
-        """Reserve, copy and publish at once; returns the slot. `make_room` must have succeeded."""
+        """Reserve, copy and publish at once; returns the slot. There must be room."""
         while (slot := self.reserve(packed)) is None:
             self.move(packed.nbytes)
         self.place_of(slot).copy_(packed.buffer, non_blocking=True)
@@ -183,13 +144,11 @@ class SlotPool:
     def remove(self, slot: int) -> None:
         """Empty a slot: rank 0 at every site, so that its weights cannot be reached."""
         resident = self._resident(slot)
-        assert resident.pins == 0, f"slot {slot} is in use by {resident.pins} requests"
         if resident.is_published:
             self._tables.clear(slot)
         self.extras.pop(slot, None)
         self.arena.allocator.free(resident.start)
         self._residents[slot] = None
-        self._idle.pop(slot, None)
         self._payload -= resident.size
         heapq.heappush(self._empty, slot)
 
@@ -215,14 +174,11 @@ class SlotPool:
             for entry in resident.entries:
                 end = extent(entry, self._sites[entry.site])
                 assert end <= resident.size, f"slot {slot} reads past its block: {entry}"
-            assert resident.pins >= 0, f"slot {slot} has {resident.pins} pins"
-            assert (slot in self._idle) == (resident.pins == 0), f"slot {slot} is lost to eviction"
             self._tables.check_slot(slot, resident.entries, resident.start)
             self._check_extras(slot, resident)
         assert not blocks, f"blocks of no slot: {blocks}"
         free = {slot for slot, resident in enumerate(self._residents) if resident is None}
         assert free == set(self._empty), f"empty slots: {free}, booked: {self._empty}"
-        assert self._idle.keys().isdisjoint(empty), f"idle slots hold nothing: {empty}"
         assert self._payload == sum(r.size for r in self._residents if r)
         self._tables.check_empty(empty)
 

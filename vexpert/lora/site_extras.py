@@ -23,11 +23,15 @@ ALIGN_BYTES = 16
 
 @dataclass(frozen=True)
 class SiteExtra:
-    """Extras of one adapter at one site; None: nothing of that kind."""
+    """Extras of one adapter at one site; None: nothing of that kind.
 
-    weight: torch.Tensor | None = None  # [out, in]; an embedding: [V, dim]
+    Before they are packed those in the arena's dtype may have another.
+    """
+
+    # [out, in] in the arena's dtype; an embedding: [V, dim]
+    weight: torch.Tensor | None = None
     token_ids: torch.Tensor | None = None  # [n] int64, ascending
-    token_rows: torch.Tensor | None = None  # [n, in]; an embedding: [n, dim]
+    token_rows: torch.Tensor | None = None  # [n, in] in the arena's dtype; an embedding: [n, dim]
     gain: torch.Tensor | None = None  # [E or 1, out] float32
     shift: torch.Tensor | None = None  # [E or 1, out] float32
 

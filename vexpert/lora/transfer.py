@@ -88,7 +88,7 @@ class Copier:
 
 
 def _serve(jobs: "queue.SimpleQueue[ThreadTransfer | None]", device: torch.device) -> None:
-    stream = torch.cuda.Stream(device)  # type: ignore[no-untyped-call]
+    stream = torch.cuda.Stream(device)
     while (transfer := jobs.get()) is not None:
         transfer.run(stream)
         del transfer
@@ -138,7 +138,7 @@ class ThreadTransfer:
 
     def _copy(self, stream: torch.cuda.Stream) -> None:
         source, target = self._source, self._target
-        arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+        arrived = torch.cuda.Event()
         start = 0
         while start < source.numel() and not self._is_cancelled:
             end = self._slice_end(start)

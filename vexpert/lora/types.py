@@ -71,7 +71,8 @@ class TargetMap:
 class Factors:
     """One LoRA pair in canonical form; delta weight of expert e = scale * b[e] @ a[e].
 
-    A leading 1 means: shared by all experts (a dense Linear has both leading 1). For an embedding
+    Both in the file's dtype, or float32 where experts differ. A leading 1 means: shared by all
+    experts (a dense Linear has both leading 1). For an embedding
     a is [1, r, V]. Gate and up of one adapter share A when their `a` is the same tensor object.
     """
 
@@ -124,11 +125,11 @@ class ExpertsFactors:
 
 @dataclass(frozen=True)
 class ExpertsMagnitude:
-    """DoRA's magnitudes of routed experts, each [E, out]; NaN: that expert is not adapted."""
+    """DoRA's magnitudes of routed experts, in the file's dtype; NaN: that expert is not adapted."""
 
-    gate: torch.Tensor | None = None
-    up: torch.Tensor | None = None
-    down: torch.Tensor | None = None
+    gate: torch.Tensor | None = None  # [E, I]
+    up: torch.Tensor | None = None  # [E, I]
+    down: torch.Tensor | None = None  # [E, H]
 
 
 @dataclass(frozen=True)
@@ -136,7 +137,7 @@ class TokenRows:
     """Rows of an embedding or of lm_head that the adapter replaces."""
 
     indices: tuple[int, ...]
-    rows: torch.Tensor  # [len(indices), dim]
+    rows: torch.Tensor  # [len(indices), dim] in the file's dtype
 
 
 @dataclass(frozen=True)
@@ -144,7 +145,7 @@ class AdapterWeights:
     """A whole adapter in canonical form on the host, keyed by target path. Immutable.
 
     What goes beyond pairs of factors is an *extra*; `extras` names the kinds used, and a caller
-    that cannot apply one must not use the adapter.
+    that cannot apply one must not use the adapter. Where none is told, a dtype is the file's.
     """
 
     modules: dict[str, Factors | ExpertsFactors]
@@ -154,8 +155,8 @@ class AdapterWeights:
     # DoRA: row o of the merged weight is magnitude[o] * unit vector of (W + delta W)[o]; [out]
     magnitude: dict[str, torch.Tensor] = field(default_factory=dict)
     expert_magnitude: dict[str, ExpertsMagnitude] = field(default_factory=dict)
-    bias: dict[str, torch.Tensor] = field(default_factory=dict)  # [out], added; scale folded in
-    full: dict[str, torch.Tensor] = field(default_factory=dict)  # parameter name -> replacement
+    bias: dict[str, torch.Tensor] = field(default_factory=dict)  # [out] float32, added
+    full: dict[str, torch.Tensor] = field(default_factory=dict)  # [the parameter's shape]
     tokens: dict[str, TokenRows] = field(default_factory=dict)
 
 

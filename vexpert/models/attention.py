@@ -46,7 +46,7 @@ class Softmax:
 
     scaling: float
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [Hq]
+    sinks: torch.Tensor | None = None  # [Hq] in the model's dtype
 
 
 class AttentionLayer:

@@ -36,11 +36,11 @@ class Call:
 
 @dataclass
 class AttentionInputs:
-    """What a module gave to attention: [1, heads, T, width] each, and the options."""
+    """What a module gave to attention, in the model's dtype, and the options."""
 
-    query: torch.Tensor
-    key: torch.Tensor
-    value: torch.Tensor
+    query: torch.Tensor  # [1, Hq, T, width]
+    key: torch.Tensor  # [1, Hkv, T, width]
+    value: torch.Tensor  # [1, Hkv, T, width of value]
     options: dict[str, Any]
     output: torch.Tensor  # [1, T, Hq, width of value]
 

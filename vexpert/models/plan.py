@@ -23,7 +23,7 @@ class Group:
 
     sequences: tuple[int, ...]  # n indices into the step's sequences
     q: int
-    rows: torch.Tensor | slice  # the n * q rows of the step; a slice where they are consecutive
+    rows: torch.Tensor | slice  # [n * q] int64: rows of the step; a slice if they are consecutive
     context_lens: tuple[int, ...]  # n
 
 

@@ -44,6 +44,7 @@ class Probe:
     vocab_size: int = 0
     logits_dtype: torch.dtype = torch.float32
     is_compileable: bool = False
+    # Keys, values [1, Hkv, T, width] in the model's dtype and layer that the cache got last.
     _updated: tuple[torch.Tensor, torch.Tensor, int] | None = None
     _expanding: list[str] = field(default_factory=list)
 

@@ -13,12 +13,11 @@ from vexpert.ops.types import ExpertsLora
 class ExpertWeights:
     """Weights of all routed experts of one layer, as the checkpoint's module holds them.
 
-    Not transposed: gate_up [E, n*I, H], down [E, H, I]; transposed: gate_up [E, H, n*I],
-    down [E, I, H]; n = 2 with a gate, else 1. `activate` maps gate_up output [P, n*I] to [P, I].
+    n = 2 with a gate, else 1. All in the model's dtype.
     """
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor  # [E, n*I, H], transposed: [E, H, n*I]
+    down: torch.Tensor  # [E, H, I], transposed: [E, I, H]
     gate_up_bias: torch.Tensor | None  # [E, n*I]
     down_bias: torch.Tensor | None  # [E, H]
     is_transposed: bool
@@ -27,7 +26,7 @@ class ExpertWeights:
     scale_input: (
         bool  # the routing weight multiplies the input of gate_up, not down's output (llama4)
     )
-    activate: Callable[[torch.Tensor], torch.Tensor]
+    activate: Callable[[torch.Tensor], torch.Tensor]  # gate_up's output [P, n*I] -> [P, I]
     num_experts: int
     hidden_size: int
     intermediate_size: int

@@ -32,9 +32,10 @@ def weighted_dots(
 ) -> torch.Tensor:
     """h[i] = x[x_row[i]] . rows[index[i]], [n] in the dtype of x [R, width]."""
     place = torch.from_numpy(index)
-    return torch.ops.aten._embedding_bag_per_sample_weights_backward(  # type: ignore[no-any-return]
+    dots: torch.Tensor = torch.ops.aten._embedding_bag_per_sample_weights_backward(
         x.contiguous(), rows, place, place, torch.from_numpy(x_row), _SUM, _NO_PADDING
     )
+    return dots
 
 
 def weighted_sums(

@@ -33,8 +33,8 @@ class UniformPlan:
     rank: int  # shrunk columns
     bag_rank: int  # of each slice
     is_shared: bool  # every slice multiplies all shrunk columns, not columns of its own
-    a_rows: torch.Tensor  # `rows_anywhere` of the arena
-    b_rows: torch.Tensor  # `rows_in_step`
+    a_rows: torch.Tensor  # [N - in + 1, in], the arena's dtype: `rows_anywhere` of it
+    b_rows: torch.Tensor  # [N / slice size, slice size], the arena's dtype: `rows_in_step`
     starts: "FactorStarts"
     a_index: IntArray | None  # [S * E, rank] `starts.a` of every virtual expert; None: too many
     b_index: IntArray | None  # [S * E, slices * bag_rank] likewise

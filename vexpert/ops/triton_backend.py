@@ -32,8 +32,8 @@ from vexpert.ops.types import ExpertsTensors, LoraSite, OutputSlice, PackedLora,
 class TritonRouting(Routing):
     """What a step's rows are; each kind of kernel finds its own arrays when it first asks."""
 
-    slots: torch.Tensor
-    experts: torch.Tensor | None
+    slots: torch.Tensor  # [R] int64, < 0: base
+    experts: torch.Tensor | None  # [R] int64, or a sentinel; None: a dense layer
     num_experts: int
     num_slots: int
     block_m: int | None = None  # rows of a block; None: by how many rows a key has

@@ -55,7 +55,7 @@ class SiteTable:
     argument where eight would cost more than the work. The properties are views of it.
     """
 
-    arena: torch.Tensor  # [N] weights, on the device
+    arena: torch.Tensor  # [N] weights in the model's dtype, on the device
     packed: torch.Tensor  # [3 + 4 * n, S] int64, for a site of n output slices
     host_rank: list[
         int
@@ -145,10 +145,10 @@ class PackedLora:
 
 @dataclass(frozen=True)
 class ExpertsTensors:
-    """Weights of a layer's routed experts as views: gate_up [E, n * I, H], down [E, H, I]."""
+    """Weights of a layer's routed experts as views, in the model's dtype."""
 
-    gate_up: torch.Tensor
-    down: torch.Tensor
+    gate_up: torch.Tensor  # [E, n * I, H]
+    down: torch.Tensor  # [E, H, I]
     gate_up_bias: torch.Tensor | None  # [E, n * I]
     down_bias: torch.Tensor | None  # [E, H]
     activation: Activation
@@ -193,7 +193,8 @@ class ExpertsLora:
 class Finish:
     """What follows a layer's experts and may run in their last launch; that launch fills it in.
 
-    total = residual + multiplier * what the experts give; normed = the norm of it.
+    total = residual + multiplier * what the experts give; normed = the norm of it. All in the
+    model's dtype.
     """
 
     residual: torch.Tensor  # [T, H]

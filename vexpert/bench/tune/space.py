@@ -7,6 +7,7 @@ numbers of candidates add up; they do not multiply.
 import itertools
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 from vexpert.kernels.moe_gate_up import TileShape
 from vexpert.kernels.moe_shrink import ShrinkShape
@@ -109,9 +110,9 @@ class Space:
             yield ShrinkShape(piece, planes, k, warps, stages)
 
 
-def _with_base(plan: MoePlan, **changes: object) -> MoePlan:
-    return replace(plan, base=replace(plan.base, **changes))  # type: ignore[arg-type]
+def _with_base(plan: MoePlan, **changes: Any) -> MoePlan:
+    return replace(plan, base=replace(plan.base, **changes))
 
 
-def _with_lora(plan: MoePlan, **changes: object) -> MoePlan:
-    return replace(plan, lora=replace(plan.lora, **changes))  # type: ignore[arg-type]
+def _with_lora(plan: MoePlan, **changes: Any) -> MoePlan:
+    return replace(plan, lora=replace(plan.lora, **changes))

@@ -216,15 +216,18 @@ def report(
     counts, claims = verdict(rows), check_claims(make_claims(), rows)
     print("\n".join([*verdict_lines(rows), *map(claim_line, claims)]))
     if csv_path:
-        _write_csv(Path(csv_path), rows)
+        _write_csv(Path(csv_path), facts, rows)
     print(json.dumps(_result(facts, rows) | counts | {"claims": claims}))
     return 1 if counts["failed"] else 0
 
 
 def _result(facts: dict[str, str], rows: "Sequence[Row]") -> dict[str, Any]:
     """Facts of the run, and its rows with figures rounded to 4 digits after the point."""
+    from vexpert.bench.header import stamp
+
     figures = [
-        {
+        stamp(facts)
+        | {
             k: round(v, 4) if isinstance(v, float) and abs(v) > 1 else v
             for k, v in r.figures().items()
         }
@@ -233,10 +236,12 @@ def _result(facts: dict[str, str], rows: "Sequence[Row]") -> dict[str, Any]:
     return {**facts, "results": figures}
 
 
-def _write_csv(path: Path, rows: "Sequence[Row]") -> None:
+def _write_csv(path: Path, facts: dict[str, str], rows: "Sequence[Row]") -> None:
     import csv
 
-    figures = [row.figures() for row in rows]
+    from vexpert.bench.header import stamp
+
+    figures = [stamp(facts) | row.figures() for row in rows]
     names = list(dict.fromkeys(name for row in figures for name in row))
     with path.open("w", newline="") as file:
         writer = csv.DictWriter(file, names)

@@ -232,16 +232,17 @@ def _print_json(
 ) -> None:
     import torch
 
-    from vexpert.bench.header import describe
+    from vexpert.bench.header import describe, stamp
 
     name = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    facts = describe(torch.device(name))
     result = {
-        **describe(torch.device(name)),
+        **facts,
         "model": args.model or (shape.name if shape else DEMO_NAME),
         "lora_rank": rank,
         "popularity": mix.popularity,
         "base_share": mix.base_share,
-        "cells": [row.as_json() for row in rows],
+        "cells": [stamp(facts) | row.as_json() for row in rows],
     }
     text = json.dumps(result)
     if args.json:

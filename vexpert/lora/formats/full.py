@@ -25,6 +25,7 @@ BaseWeight = Callable[[str], torch.Tensor | None]  # by parameter name; None: un
 class FullParameters:
     """Replacements by parameter name, and which extras they need."""
 
+    # Each [the parameter's shape], in the file's dtype.
     values: dict[str, torch.Tensor] = field(default_factory=dict)
     extras: set[str] = field(default_factory=set)
     examples: list[tuple[str, str]] = field(default_factory=list)  # (extra, key)

@@ -25,7 +25,7 @@ NO_TRANSPOSED_FLAG = frozenset({"Llama4TextExperts"})
 
 @dataclass(frozen=True)
 class FusedPair:
-    """One wrapper's factors, with the parameter they belong to."""
+    """One wrapper's factors, in the file's dtype, with the parameter they belong to."""
 
     target: ExpertsTarget
     projection: str  # gate_up or down

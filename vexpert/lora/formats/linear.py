@@ -20,8 +20,8 @@ class LinearResult:
     """What one Linear's keys give."""
 
     factors: Factors
-    bias: torch.Tensor | None = None  # [out], scale folded in
-    magnitude: torch.Tensor | None = None  # [out]
+    bias: torch.Tensor | None = None  # [out] float32, scale folded in
+    magnitude: torch.Tensor | None = None  # [out] in the file's dtype
 
 
 def read_linear(

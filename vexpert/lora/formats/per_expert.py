@@ -26,7 +26,10 @@ Pieces = Mapping[int | None, Piece]  # by expert; None: of all experts
 
 @dataclass(frozen=True)
 class Side:
-    """All experts' lora_A, or all experts' lora_B, of one projection."""
+    """All experts' lora_A, or all experts' lora_B, of one projection.
+
+    In the file's dtype, or float32 where experts differ.
+    """
 
     tensor: torch.Tensor  # [E or 1, r, in] or [E or 1, out, r]; may be a view of the file
     ranks: dict[int, int] | None  # rank by expert where keys are per expert, else None

@@ -14,7 +14,8 @@ class RowGroups:
     slots: torch.Tensor  # [R] int64, -1: base
     experts: torch.Tensor | None  # [R] int64; None: a dense layer
     routing: Routing | None
-    _rows: dict[int, torch.Tensor] = field(default_factory=dict)  # by slot, as they are asked for
+    # [m] int64 by slot, once asked for.
+    _rows: dict[int, torch.Tensor] = field(default_factory=dict)
 
     def rows_of(self, slot: int) -> torch.Tensor:
         """Rows of one slot, [m] int64. Waits for the device; only extras need it."""

@@ -1,4 +1,4 @@
-"""An engine on a thread of this process: for tests, which can then look at it and make it fail.
+"""An engine on a thread of this process: tests can then look at it and make it fail.
 
 Server and engine speak the same messages as between two processes. It cannot start anew.
 """
