@@ -31,5 +31,5 @@ def serve(*arguments: str) -> Iterator[str]:
         yield f"http://127.0.0.1:{port}"
     finally:
         process.terminate()
-        process.communicate(timeout=30)
+        process.communicate(timeout=60)
     assert process.returncode == 0, f"the server ended with {process.returncode}"

@@ -29,7 +29,7 @@ def test_every_example_runs() -> None:
         addresses = re.findall(r"^\$ curl .*?(http://\S+)$", OPERATIONS, re.MULTILINE)
         assert addresses
         for address in addresses:
-            found = httpx.get(address.replace("http://127.0.0.1:8000", url))
+            found = httpx.get(address.replace("http://127.0.0.1:8000", url), timeout=60)
             assert found.status_code == 200
         names["client"].close()
 

@@ -130,12 +130,12 @@ def test_fields_and_metrics_that_are_said_to_be_missing_are(url: str) -> None:
     assert len(fields) > 20
     body = {"model": "upper", "messages": [{"role": "user", "content": "x"}]}
     for field in fields:
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body | {field: 1})
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body | {field: 1}, timeout=60)
         assert answer.status_code == 400
         assert f"unknown field '{field}'" in answer.text
     missing = names_after("Missing metrics")
     assert len(missing) > 10
-    page = httpx.get(f"{url}/metrics").text
+    page = httpx.get(f"{url}/metrics", timeout=60).text
     assert not [name for name in missing if f"{name}{{" in page or f"{name}_bucket" in page]
 
 

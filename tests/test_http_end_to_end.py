@@ -80,10 +80,11 @@ def test_an_unknown_model_is_404_and_never_answered_by_base(url: str) -> None:
     ],
 )
 def test_bad_input_is_a_4xx_with_a_cause(url: str, path: str, body: bytes, status: int) -> None:
-    reply = httpx.post(url + path, content=body, headers={"Content-Type": "application/json"})
+    headers = {"Content-Type": "application/json"}
+    reply = httpx.post(url + path, content=body, headers=headers, timeout=60)
     assert reply.status_code == status, reply.text
     assert len(reply.json()["error"]["message"]) > 10
-    assert httpx.get(url + "/health").status_code == 200
+    assert httpx.get(url + "/health", timeout=60).status_code == 200
     assert asyncio.run(ask_all(url, [("upper", "still")], 1)) == ["STILL"]
 
 
@@ -91,12 +92,11 @@ def test_an_adapter_loads_answers_and_unloads(url: str) -> None:
     import vexpert.demo
 
     path = str(vexpert.demo.adapter_paths()["reverse"])
-    loaded = httpx.post(
-        url + "/v1/load_lora_adapter", json={"lora_name": "back", "lora_path": path}
-    )
+    body = {"lora_name": "back", "lora_path": path}
+    loaded = httpx.post(url + "/v1/load_lora_adapter", json=body, timeout=60)
     assert loaded.status_code == 200, loaded.text
     assert asyncio.run(ask_all(url, [("back", "hello")], 1)) == ["olleh"]
-    gone = httpx.post(url + "/v1/unload_lora_adapter", json={"lora_name": "back"})
+    gone = httpx.post(url + "/v1/unload_lora_adapter", json={"lora_name": "back"}, timeout=60)
     assert gone.status_code == 200, gone.text
     with pytest.raises(openai.NotFoundError):
         asyncio.run(ask_all(url, [("back", "hello")], 1))
