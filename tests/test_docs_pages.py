@@ -5,20 +5,20 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
 
 import httpx
 import pytest
+from helpers_demo_server import DEMO_SERVER
 from helpers_messages import messages
-from helpers_serve import serve
 
 from vexpert import demo
 from vexpert.cli.completion import walk
 from vexpert.cli.main import build_parser
 
+pytest_plugins = ["helpers_demo_server"]
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 QUICKSTART, PYTHON, MIGRATING, TROUBLE = (
@@ -40,13 +40,7 @@ def steps(text: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serve("--dtype", "float32") as address:
-        yield address
-
-
-@pytest.mark.xdist_group("quickstart")
+@DEMO_SERVER
 def test_the_quickstart(url: str) -> None:
     commands = steps(QUICKSTART)
     assert len(commands) == 7
@@ -64,7 +58,7 @@ def test_the_quickstart(url: str) -> None:
             assert "Serving Benchmark Result" in done.stdout
 
 
-@pytest.mark.xdist_group("quickstart")
+@DEMO_SERVER
 def test_the_quickstarts_client(url: str) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
     printed = StringIO()
@@ -125,6 +119,7 @@ def names_after(words: str) -> list[str]:
     return re.findall(r"`([\w:]+)`", re.sub(r"\([^)]*\)", "", text))
 
 
+@DEMO_SERVER
 def test_fields_and_metrics_that_are_said_to_be_missing_are(url: str) -> None:
     fields = names_after("Refused fields")
     assert len(fields) > 20

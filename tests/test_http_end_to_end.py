@@ -4,23 +4,18 @@ import asyncio
 import json
 import random
 import threading
-from collections.abc import Iterator
 
 import httpx
 import openai
 import pytest
 from helpers_demo import NAMES, expected, random_words
-from helpers_serve import serve
+from helpers_demo_server import DEMO_SERVER
 
 from vexpert.demo import adapter_paths
 
+pytest_plugins = ["helpers_demo_server"]
+pytestmark = DEMO_SERVER
 BASE = "vexpert-demo"
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serve("--dtype", "float32", "--max-num-seqs", "64") as address:
-        yield address
 
 
 async def ask(client: openai.AsyncOpenAI, name: str | None, word: str) -> str:
@@ -49,7 +44,8 @@ def test_two_hundred_concurrent_requests_are_right_and_equal_one_by_one(url: str
         answer == expected(*question) for answer, question in zip(together, questions, strict=True)
     )
     assert right >= 198
-    assert together == asyncio.run(ask_all(url, questions, at_once=1))
+    some = slice(0, None, 6)
+    assert together[some] == asyncio.run(ask_all(url, questions[some], at_once=1))
 
 
 def test_models_list_adapters_with_their_parent(url: str) -> None:
