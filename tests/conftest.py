@@ -1,5 +1,6 @@
 """Without a GPU, Triton's kernels run in its interpreter; tests marked `gpu` are skipped."""
 
+import importlib.util
 import os
 
 import pytest
@@ -10,6 +11,10 @@ os.environ["HF_HUB_OFFLINE"] = "1"
 # Triton reads this when it is imported, which happens with the first kernel module.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
+    if importlib.util.find_spec("triton") is not None:
+        from helpers_interpreter import make_quick
+
+        make_quick()
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
