@@ -1,15 +1,12 @@
 """One `vexpert serve` of the demo, with no option, for every module that leaves it as it was.
 
-A module asks for it by `pytest_plugins`, and says `pytestmark = DEMO_SERVER`: the tests of one
-group run in one process, so that the server is started once.
+A module asks for it by `pytest_plugins`; `TOGETHER` in conftest.py has it started once.
 """
 
 from collections.abc import Iterator
 
 import pytest
 from helpers_serve import serve
-
-DEMO_SERVER = pytest.mark.xdist_group("demo server")
 
 
 @pytest.fixture(scope="session")

@@ -7,7 +7,6 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers_demo_server import DEMO_SERVER
 
 from vexpert.cli import serve_options
 from vexpert.cli.main import build_parser
@@ -19,7 +18,6 @@ DOCS = Path(__file__).parent.parent / "docs"
 API, OPERATIONS = ((DOCS / name).read_text() for name in ("api.md", "operations.md"))
 
 
-@DEMO_SERVER
 def test_every_example_runs(url: str) -> None:  # the demo with no option, as the page says
     pytest.importorskip("xgrammar")
     blocks = re.findall(r"```python\n(.*?)```", API, re.DOTALL)

@@ -11,7 +11,6 @@ from pathlib import Path
 
 import httpx
 import pytest
-from helpers_demo_server import DEMO_SERVER
 from helpers_messages import messages
 
 from vexpert import demo
@@ -40,7 +39,6 @@ def steps(text: str) -> list[tuple[str, str]]:
     return found
 
 
-@DEMO_SERVER
 def test_the_quickstart(url: str) -> None:
     commands = steps(QUICKSTART)
     assert len(commands) == 7
@@ -58,7 +56,6 @@ def test_the_quickstart(url: str) -> None:
             assert "Serving Benchmark Result" in done.stdout
 
 
-@DEMO_SERVER
 def test_the_quickstarts_client(url: str) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
     printed = StringIO()
@@ -119,7 +116,6 @@ def names_after(words: str) -> list[str]:
     return re.findall(r"`([\w:]+)`", re.sub(r"\([^)]*\)", "", text))
 
 
-@DEMO_SERVER
 def test_fields_and_metrics_that_are_said_to_be_missing_are(url: str) -> None:
     fields = names_after("Refused fields")
     assert len(fields) > 20

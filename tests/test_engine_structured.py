@@ -16,7 +16,6 @@ from vexpert.errors import RequestError
 xgrammar = pytest.importorskip("xgrammar")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
 
-pytestmark = pytest.mark.xdist_group("structured")  # grammars are compiled once
 HELLO = [{"role": "user", "content": "hello"}]
 NAMES = [None, "upper", "reverse", "sort", "shift"]
 SCHEMA: dict[str, Any] = {

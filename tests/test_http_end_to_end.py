@@ -9,12 +9,10 @@ import httpx
 import openai
 import pytest
 from helpers_demo import NAMES, expected, random_words
-from helpers_demo_server import DEMO_SERVER
 
 from vexpert.demo import adapter_paths
 
 pytest_plugins = ["helpers_demo_server"]
-pytestmark = DEMO_SERVER
 BASE = "vexpert-demo"
 
 

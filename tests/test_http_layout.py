@@ -14,7 +14,6 @@ from helpers_writers import fused_keys, random_adapter
 
 from vexpert.lora.types import AdapterWeights, ExpertsFactors
 
-pytestmark = pytest.mark.xdist_group("layout")  # one server for all
 GROUPED = "grouped_by_expert"
 
 

@@ -13,7 +13,6 @@ from pathlib import Path
 import pytest
 from helpers_serve import free_port
 
-pytestmark = pytest.mark.xdist_group("readme")  # one server for all
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
 BLOCKS = re.findall(r"```(\w+)\n(.*?)```", TEXT, re.DOTALL)

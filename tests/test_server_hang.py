@@ -24,8 +24,6 @@ from vexpert.server import engine_process, wire
 from vexpert.server.options import ServerOptions
 from vexpert.server.progress import EngineFailedError
 
-pytestmark = pytest.mark.xdist_group("hang")  # one server for all
-
 
 @pytest.fixture(scope="module")
 def server() -> Iterator[Any]:

@@ -31,7 +31,6 @@ from vexpert.server.engine_process import EngineProcess
 from vexpert.server.interface import LoraModule
 from vexpert.server.options import ServerOptions
 
-ONE_ENGINE = pytest.mark.xdist_group("robust")  # and one server for all
 FACTOR = int(os.environ.get("VEXPERT_STRESS", "1"))
 OPTIONS = ServerOptions((BASE,), tool_call_parser="hermes", status_interval=None, access_log=False)
 
@@ -58,7 +57,6 @@ def memory(server: RunningServer) -> int:
     return (own + int(shown)) * 1024
 
 
-@ONE_ENGINE
 def test_malformed_bodies_get_a_4xx_and_leave_nothing(server: RunningServer) -> None:
     rng = random.Random(1)
     headers = {"Content-Type": "application/json"}
@@ -110,7 +108,6 @@ async def visit(client: httpx.AsyncClient, i: int, rng: random.Random) -> bool:
     return True
 
 
-@ONE_ENGINE
 def test_clients_that_leave_at_random_cost_the_others_nothing(server: RunningServer) -> None:
     count = 100 * FACTOR
     rng = random.Random(2)

@@ -220,10 +220,6 @@ def demo_server(request: pytest.FixtureRequest, demo_engine: Any) -> Any:
         yield running
 
 
-FORCED = pytest.mark.xdist_group("forced tool calls")  # one engine for all
-
-
-@FORCED
 @pytest.mark.parametrize("stream", [False, True])
 def test_forced_calls_of_a_real_model_keep_to_the_schema(
     demo_server: RunningServer, stream: bool
@@ -261,7 +257,6 @@ def test_forced_calls_of_a_real_model_keep_to_the_schema(
     assert complete >= 3
 
 
-@FORCED
 def test_a_required_choice_calls_any_of_the_tools(demo_server: RunningServer) -> None:
     answer = ask(demo_server, "hello", tool_choice="required", max_tokens=60, n=8).json()
     names = {

@@ -16,14 +16,12 @@ import httpx
 import pytest
 from helpers_browser import Browser, browser
 from helpers_demo import TASKS, expected
-from helpers_demo_server import DEMO_SERVER
 from helpers_server import BASE, make_fake_engine, serving, wait_for
 
 from vexpert import demo
 from vexpert.server.options import ServerOptions
 
 pytest_plugins = ["helpers_demo_server"]
-pytestmark = DEMO_SERVER
 SCHEME = "prefers-color-scheme"
 SHOTS = (("web-light", 1180, "light"), ("web-dark", 1180, "dark"), ("web-phone", 390, "light"))
 ANSWERS = """
