@@ -18,7 +18,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from vexpert import LLM, SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError
 
-ROUNDS = int(os.environ.get("VEXPERT_FUZZ_ROUNDS", "15"))  # folders for each kind
+ROUNDS = int(os.environ.get("VEXPERT_FUZZ_ROUNDS", "25"))  # folders for each kind
 ONE = SamplingParams(temperature=0, max_tokens=1, logprobs=1)
 PROMPT = {"prompt_token_ids": [3, 1, 2, 39]}
 
