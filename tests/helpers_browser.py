@@ -78,7 +78,7 @@ class Browser:
     def text(self, selector: str) -> str:
         return str(self.run("return document.querySelector(arguments[0]).textContent", selector))
 
-    def wait(self, script: str, *arguments: Any, seconds: float = 30.0) -> Any:
+    def wait(self, script: str, *arguments: Any, seconds: float = 60.0) -> Any:
         """Run a script until its value is true; that value."""
         end = time.monotonic() + seconds
         while not (value := self.run(script, *arguments)):
@@ -123,11 +123,11 @@ def browser() -> Iterator[Browser]:
             one.close()
         finally:
             process.terminate()
-            process.wait(10)
+            process.wait(60)
 
 
 def _wait_for(url: str) -> None:
-    end = time.monotonic() + 20
+    end = time.monotonic() + 60
     while True:
         with contextlib.suppress(httpx.TransportError):
             if httpx.get(url).status_code == 200:

@@ -1,6 +1,7 @@
 """The messages of the package's source, with `…` where a value goes."""
 
 import ast
+import functools
 from pathlib import Path
 
 import vexpert
@@ -16,6 +17,7 @@ def _text(node: ast.AST) -> str | None:
     return None
 
 
+@functools.cache
 def messages() -> list[str]:
     """Every string of the source but docstrings' layout: one line each."""
     found = []

@@ -19,7 +19,7 @@ def connect(url: str) -> socket.socket:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, 4096)
     parts = urlsplit(url)
     sock.connect((parts.hostname, parts.port))
-    sock.settimeout(20)
+    sock.settimeout(60)
     return sock
 
 

@@ -59,7 +59,7 @@ class RunningServer:
     def run(self, work: Coroutine[Any, Any, Any]) -> Any:
         """The result of a coroutine, run in the server's event loop."""
         [listening] = self.server.servers
-        return asyncio.run_coroutine_threadsafe(work, listening.get_loop()).result(20)
+        return asyncio.run_coroutine_threadsafe(work, listening.get_loop()).result(60)
 
     def ask(self, model: str, word: str) -> str:
         """The answer of `model` to `word`, greedy."""
@@ -88,12 +88,12 @@ def serving(engine: Any, options: ServerOptions | None = None) -> Iterator[Runni
             yield RunningServer(url, engine, app, server, http)
     finally:
         server.should_exit = True
-        thread.join(20)
+        thread.join(60)
         bound.close()
         assert not thread.is_alive(), "the server did not end"
 
 
-def wait_for(condition: Callable[[], bool], seconds: float = 10.0) -> None:
+def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
     """Wait until `condition` holds; fail after `seconds`."""
     end = time.monotonic() + seconds
     while not condition():

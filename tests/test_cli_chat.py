@@ -127,7 +127,7 @@ def read_until(terminal: int, wanted: str) -> None:
     """Read what a program writes to its terminal until the expression `wanted` is in it."""
     seen = ""
     while not re.search(wanted, seen, re.DOTALL):
-        ready, _, _ = select.select([terminal], [], [], 30)
+        ready, _, _ = select.select([terminal], [], [], 60)
         assert ready, seen
         seen += os.read(terminal, 4096).decode()
 

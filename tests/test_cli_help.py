@@ -50,7 +50,7 @@ def completed(*words: str) -> list[str]:
     line = " ".join(shlex.quote(word) for word in ("vexpert", *words))
     script += f"\nCOMP_WORDS=({line}); COMP_CWORD={len(words)}; _vexpert; echo ${{COMPREPLY[@]}}"
     done = subprocess.run(
-        ["bash", "-u", "-c", script], capture_output=True, text=True, timeout=20, check=True
+        ["bash", "-u", "-c", script], capture_output=True, text=True, timeout=60, check=True
     )
     assert done.stderr == ""
     return done.stdout.split()

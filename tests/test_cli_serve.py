@@ -65,10 +65,10 @@ def test_ready_answers_and_ends_on_a_signal(start: Start) -> None:
     url, model, adapters = ready(process)
     assert (model, adapters) == ("vexpert-demo", "5")
     headers = {"Authorization": "Bearer secret"}
-    models = httpx.get(f"{url}/v1/models", headers=headers).json()["data"]
+    models = httpx.get(f"{url}/v1/models", headers=headers, timeout=60).json()["data"]
     assert len(models) == 6
     process.send_signal(signal.SIGINT)
-    out, log = process.communicate(timeout=20)
+    out, log = process.communicate(timeout=60)
     assert process.returncode == 0, log
     assert out == ""  # stdout holds the ready line alone
     assert "Traceback" not in log
@@ -83,12 +83,12 @@ def test_a_signal_ends_a_running_stream(start: Start) -> None:
     url, model, _ = ready(process)
     assert model == "me"
     body = {"model": "me", "prompt": "x" * 200, "max_tokens": 40, "stream": True}
-    with httpx.stream("POST", f"{url}/v1/completions", json=body) as response:
+    with httpx.stream("POST", f"{url}/v1/completions", json=body, timeout=60) as response:
         lines = response.iter_lines()
         next(lines)
         process.send_signal(signal.SIGTERM)
         assert [line for line in lines if line][-1] == "data: [DONE]"
-    assert process.wait(20) == 0
+    assert process.wait(60) == 0
     assert "POST" not in process.communicate()[1]
 
 
@@ -102,15 +102,15 @@ def test_options_reach_the_server(start: Start, tmp_path: Path) -> None:
     process = start("--port", "0", *words)
     url, _, _ = ready(process)
     some, origin = {"Authorization": "Bearer some"}, {"Origin": "https://a.example"}
-    models = httpx.get(f"{url}/v1/models", headers=some | origin)
+    models = httpx.get(f"{url}/v1/models", headers=some | origin, timeout=60)
     assert [entry["id"] for entry in models.json()["data"]] == ["upper"]
     assert models.headers["access-control-allow-origin"] == "https://a.example"
     body = {"lora_name": "x", "lora_path": UPPER}
     everything = {"Authorization": "Bearer all"}
-    refused = httpx.post(f"{url}/v1/load_lora_adapter", json=body, headers=everything)
+    refused = httpx.post(f"{url}/v1/load_lora_adapter", json=body, headers=everything, timeout=60)
     assert refused.status_code == 403
     process.send_signal(signal.SIGTERM)
-    _, log = process.communicate(timeout=20)
+    _, log = process.communicate(timeout=60)
     assert process.returncode == 0, log
     lines = [json.loads(line) for line in log.splitlines()]
     assert {"time", "level", "logger", "message"} <= set(lines[0])

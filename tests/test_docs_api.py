@@ -7,31 +7,30 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers_serve import serve
 
 from vexpert.cli import serve_options
 from vexpert.cli.main import build_parser
 from vexpert.server.protocol.chat import ChatCompletionRequest
 from vexpert.server.protocol.completion import CompletionRequest
 
+pytest_plugins = ["helpers_demo_server"]
 DOCS = Path(__file__).parent.parent / "docs"
 API, OPERATIONS = ((DOCS / name).read_text() for name in ("api.md", "operations.md"))
 
 
-def test_every_example_runs() -> None:
+def test_every_example_runs(url: str) -> None:  # the demo with no option, as the page says
     pytest.importorskip("xgrammar")
     blocks = re.findall(r"```python\n(.*?)```", API, re.DOTALL)
     assert len(blocks) == 5
     names: dict[str, Any] = {}
-    with serve() as url:  # the demo with no option, as the page says
-        for block in blocks:
-            exec(block.replace("http://127.0.0.1:8000", url), names)
-        addresses = re.findall(r"^\$ curl .*?(http://\S+)$", OPERATIONS, re.MULTILINE)
-        assert addresses
-        for address in addresses:
-            found = httpx.get(address.replace("http://127.0.0.1:8000", url))
-            assert found.status_code == 200
-        names["client"].close()
+    for block in blocks:
+        exec(block.replace("http://127.0.0.1:8000", url), names)
+    addresses = re.findall(r"^\$ curl .*?(http://\S+)$", OPERATIONS, re.MULTILINE)
+    assert addresses
+    for address in addresses:
+        found = httpx.get(address.replace("http://127.0.0.1:8000", url), timeout=60)
+        assert found.status_code == 200
+    names["client"].close()
 
 
 @pytest.mark.parametrize("body", [ChatCompletionRequest, CompletionRequest])

@@ -5,7 +5,6 @@ import os
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
@@ -13,12 +12,12 @@ from pathlib import Path
 import httpx
 import pytest
 from helpers_messages import messages
-from helpers_serve import serve
 
 from vexpert import demo
 from vexpert.cli.completion import walk
 from vexpert.cli.main import build_parser
 
+pytest_plugins = ["helpers_demo_server"]
 ROOT = Path(__file__).parent.parent
 DOCS = ROOT / "docs"
 QUICKSTART, PYTHON, MIGRATING, TROUBLE = (
@@ -40,13 +39,6 @@ def steps(text: str) -> list[tuple[str, str]]:
     return found
 
 
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serve("--dtype", "float32") as address:
-        yield address
-
-
-@pytest.mark.xdist_group("quickstart")
 def test_the_quickstart(url: str) -> None:
     commands = steps(QUICKSTART)
     assert len(commands) == 7
@@ -64,7 +56,6 @@ def test_the_quickstart(url: str) -> None:
             assert "Serving Benchmark Result" in done.stdout
 
 
-@pytest.mark.xdist_group("quickstart")
 def test_the_quickstarts_client(url: str) -> None:
     (block,) = re.findall(r"```python\n(.*?)```", QUICKSTART, re.DOTALL)
     printed = StringIO()
@@ -130,12 +121,12 @@ def test_fields_and_metrics_that_are_said_to_be_missing_are(url: str) -> None:
     assert len(fields) > 20
     body = {"model": "upper", "messages": [{"role": "user", "content": "x"}]}
     for field in fields:
-        answer = httpx.post(f"{url}/v1/chat/completions", json=body | {field: 1})
+        answer = httpx.post(f"{url}/v1/chat/completions", json=body | {field: 1}, timeout=60)
         assert answer.status_code == 400
         assert f"unknown field '{field}'" in answer.text
     missing = names_after("Missing metrics")
     assert len(missing) > 10
-    page = httpx.get(f"{url}/metrics").text
+    page = httpx.get(f"{url}/metrics", timeout=60).text
     assert not [name for name in missing if f"{name}{{" in page or f"{name}_bucket" in page]
 
 

@@ -214,7 +214,7 @@ def test_a_grammar_whose_cost_explodes_ends_its_own_request(llm: LLM, beside: in
         longest = max(longest, time.monotonic() - step)
     assert "grammar takes too long" in outputs["slow"].error
     assert [len(outputs[str(i)].outputs[0].token_ids) for i in range(beside)] == [60] * beside
-    assert longest < 15
+    assert longest < 60  # seconds; hours where nothing ends it
 
 
 class Silent:

