@@ -19,6 +19,7 @@ from vexpert.config import EngineConfig
 from vexpert.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError, RequestError
+from vexpert.lora.chat_template import ChatTemplate, read_template
 from vexpert.lora.info import AdapterInfo
 
 BASE = "vexpert-demo"
@@ -109,6 +110,7 @@ class FakeEngine:
         self.requests: dict[str, FakeRequest] = {}
         self.step_thread: int | None = None
         self._adapters: dict[str, AdapterInfo] = {}
+        self._templates: dict[str, ChatTemplate] = {}
         self._prompt_tokens = self._tokens = self._steps = 0
 
     def is_quick(self, params: SamplingParams) -> bool:
@@ -119,6 +121,9 @@ class FakeEngine:
 
     def adapter_folder(self, name: str) -> str | None:
         return self._adapters[name].path if name in self._adapters else None
+
+    def adapter_template(self, name: str, may_read: bool = True) -> ChatTemplate | None:
+        return self._templates.get(name, ChatTemplate())
 
     def add_request(
         self,
@@ -142,7 +147,6 @@ class FakeEngine:
         self.submitted.append(params)
         self.prompts.append(prompt)
         self.requests[request_id] = request
-        self._prompt_tokens += len(prompt_token_ids)
 
     def abort(self, request_id: str) -> bool:
         self.aborted.append(request_id)
@@ -163,6 +167,8 @@ class FakeEngine:
         return list(self.requests.values())[: self.config.max_num_seqs]
 
     def _advance(self, request: FakeRequest) -> RequestOutput:
+        if not request.outputs[0].token_ids:
+            self._prompt_tokens += len(request.token_ids)
         for output in request.outputs:
             if output.finish_reason is None:
                 self._append(request, output)
@@ -222,6 +228,7 @@ class FakeEngine:
             raise AdapterError(f"adapter {name!r} is loaded already; set load_inplace")
         if not (Path(path) / "adapter_config.json").is_file() and path != "bundled":
             raise AdapterError(f"{path}: no adapter_config.json there; give an adapter's folder")
+        self._templates[name] = read_template(Path(path))
         self._adapters[name] = AdapterInfo(name, 1, path, "device", 8, 1024, 1024, 0)
         return self._adapters[name]
 

@@ -85,7 +85,7 @@ def _loader() -> Any:
     """
     import yaml
 
-    class Loader(yaml.SafeLoader):
+    class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set[str]()
             for key, _ in node.value:
@@ -93,7 +93,8 @@ def _loader() -> Any:
                     fault = f"{key.value!r} is given twice; keep one"
                     raise yaml.constructor.ConstructorError(None, None, fault, key.start_mark)
                 seen |= {key.value} if isinstance(key, yaml.ScalarNode) else set()
-            return super().construct_mapping(node, deep)
+            made: dict[Any, Any] = super().construct_mapping(node, deep)
+            return made
 
     def word(loader: Any, node: Any) -> Word:
         made = Word(loader.construct_scalar(node))

@@ -6,6 +6,7 @@ from typing import Any, Protocol
 import torch
 
 from vexpert.errors import AdapterError, AdapterNotFoundError
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, TierUsage, Wait
 
 
@@ -52,6 +53,9 @@ class AdapterSource(Protocol):
 
     def resolve(self, name: str) -> AdapterRef:
         """The newest version of `name`; AdapterNotFoundError if there is none."""
+
+    def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
+        """Of the newest version of `name`; None: it is to be read first, as `may_read` has it."""
 
     def hold(self, ref: AdapterRef) -> None:
         """A living request uses `ref`: keep its weights, begin to read them where needed."""
@@ -101,6 +105,9 @@ class NoAdapters:
         return TierUsage()
 
     def resolve(self, name: str) -> AdapterRef:
+        raise self._unknown(name)
+
+    def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
         raise self._unknown(name)
 
     def hold(self, ref: AdapterRef) -> None:

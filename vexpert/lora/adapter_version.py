@@ -1,17 +1,14 @@
 """One version of a named adapter: where its weights are and who uses it."""
 
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass
 
 import torch
 
-from vexpert.config import shown
-from vexpert.errors import AdapterError
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.source import Fingerprint, HostCopy, Source
 from vexpert.lora.types import AdapterInfo, AdapterRef
 
-MAX_NAME = 256  # characters
 SHOWN_NAMES = 20
 
 
@@ -25,6 +22,7 @@ class Version:
     files: Fingerprint | None = None  # as first read; None: not read yet
     rank: int = 0
     warnings: tuple[str, ...] = ()
+    template: ChatTemplate | None = None  # as first read; None: not read yet
     # host tier
     buffer: torch.Tensor | None = None  # its host memory, from before it is filled
     host: HostCopy | None = None
@@ -88,20 +86,6 @@ class Version:
             load_seconds=self.load_seconds,
             evictions=self.evictions,
         )
-
-
-def check_name(name: str, reserved: frozenset[str]) -> None:
-    """Raise AdapterError unless `name` may name an adapter."""
-    if not isinstance(name, str):
-        raise AdapterError(f"adapter name {shown(name)}: must be a string")
-    if len(name) > MAX_NAME:
-        raise AdapterError(f"adapter name {shown(name)}: use at most {MAX_NAME} characters")
-    if not name or name != name.strip():
-        raise AdapterError(f"adapter name {name!r}: must be non-empty, with no space at its ends")
-    if any(unicodedata.category(char).startswith("C") for char in name):
-        raise AdapterError(f"adapter name {name!r}: must have no control characters")
-    if name in reserved:
-        raise AdapterError(f"adapter name {name!r} is the base model's: choose another name")
 
 
 def some_names(names: Iterable[str]) -> str:

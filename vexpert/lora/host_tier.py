@@ -16,11 +16,12 @@ import torch
 from vexpert.errors import AdapterError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_version import Version
+from vexpert.lora.chat_template import ChatTemplate, shared
 from vexpert.lora.host_memory import HostMemory
 from vexpert.lora.loading import THREADS, LoaderPool
 from vexpert.lora.pack import Allocate
 from vexpert.lora.readers import Readers
-from vexpert.lora.source import AdapterLoader, BaseWeightNeeded, HostCopy
+from vexpert.lora.source import AdapterLoader, BaseWeightNeeded, Fingerprint, HostCopy, changed
 
 logger = get_logger(__name__)
 
@@ -123,7 +124,15 @@ class HostTier:
     def _read(self, version: Version) -> tuple[HostCopy, float]:
         began = time.perf_counter()
         allocate = functools.partial(self._allocate, version)
-        return self._load(version, allocate), time.perf_counter() - began
+        host = self._load(version, allocate)
+        with self.changed:
+            if version.files not in (None, host.files):  # its template was read meanwhile
+                raise changed(version.source)
+        return host, time.perf_counter() - began
+
+    def read_template(self, version: Version) -> tuple[ChatTemplate, Fingerprint]:
+        """The chat template of a version that nobody has read, and the state of its files."""
+        return self._loader.read_template(version.source, version.files)
 
     def _load(self, version: Version, allocate: Allocate) -> HostCopy:
         if self.readers is not None and version.source.folder is not None:
@@ -209,6 +218,7 @@ class HostTier:
 
     def _take(self, version: Version, host: HostCopy, seconds: float) -> None:
         version.host, version.files = host, host.files
+        version.template = version.template or shared(host.template)
         version.rank, version.warnings = host.packed.rank, host.warnings
         if not version.loads:  # not again when it is read again
             for warning in host.warnings:
