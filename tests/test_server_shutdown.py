@@ -1,8 +1,10 @@
 """A signal: accepted requests end well or are told, new ones get 503, the exit code is 0."""
 
+import asyncio
 import json
 import os
 import signal
+import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
@@ -10,6 +12,7 @@ from typing import Any
 
 import httpx
 import pytest
+from helpers_raw_http import request_bytes
 from helpers_server import BASE, FakeEngine, make_fake_engine, wait_for
 
 from vexpert.server.app import create_app
@@ -46,6 +49,25 @@ def drained(engine: FakeEngine, seconds: float, work: Any, **more: Any) -> int:
 
 def end() -> None:
     os.kill(os.getpid(), signal.SIGTERM)
+
+
+def test_a_request_on_its_way_at_the_signal_gets_503() -> None:
+    app = create_app(EngineThread(make_fake_engine()), ServerOptions((BASE,), status_interval=None))
+    late: list[socket.socket] = []
+    with bind("127.0.0.1", 0) as bound:
+
+        def send() -> None:
+            late.append(socket.create_connection(bound.getsockname()))
+            late[0].sendall(request_bytes(BODY))
+
+        def on_ready() -> None:
+            end()
+            asyncio.get_running_loop().call_later(0.12, send)  # uvicorn ends after 0.1 at most
+
+        assert run(app, bound, on_ready) == 0
+    with late[0]:
+        late[0].settimeout(10)
+        assert late[0].recv(2**16).startswith(b"HTTP/1.1 503 ")
 
 
 def test_under_load_accepted_requests_finish_and_new_ones_get_503() -> None:

@@ -126,11 +126,9 @@ class BodyLimitMiddleware:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """What the head alone tells."""
-        fields = sum(len(name) + len(value) for name, value in scope["headers"])
-        if (
-            fields + len(scope.get("raw_path") or b"") + len(scope["query_string"])
-            > MOST_HEAD_BYTES
-        ):
+        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        size += len(scope.get("raw_path") or b"") + len(scope["query_string"])
+        if size > MOST_HEAD_BYTES:
             return ApiError(f"the path and headers have more than {MOST_HEAD_BYTES} bytes", 431)
         length = _header(scope, b"content-length")
         if length.isdigit() and int(length) > self.limit:

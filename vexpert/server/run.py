@@ -22,6 +22,7 @@ CLOSE_SECONDS = 5  # for connections to close once their requests have ended
 HURRIED_SECONDS = 0.5  # the same after a second signal
 LAST_RESORT_SECONDS = 3.0  # after a second signal; then the process ends as it is
 POLL_SECONDS = 0.02
+LATE_SECONDS = 0.2  # for requests on their way at the signal: 503, and no reset connection
 logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -98,6 +99,7 @@ class Server(uvicorn.Server):
             logger.info(
                 "shutting down: %d requests have %.0f seconds to end", service.active, seconds
             )
+        await asyncio.sleep(LATE_SECONDS)
         if not await self._is_idle(seconds):
             logger.warning("shutting down: %d requests are cut off", service.active)
         service.cut("the server is shutting down and cannot complete this answer")

@@ -18,9 +18,8 @@ TopCount = Annotated[int, Field(ge=0, le=20)]  # OpenAI's limit; a whole vocabul
 Positive = Annotated[int, Field(ge=1, le=2**31 - 1)]
 
 T = TypeVar("T")
-ListOf = Annotated[
-    list[T], Field(fail_fast=True)
-]  # one finding is told; a million of them take a minute
+# One finding is told; to find a million takes half a minute.
+ListOf = Annotated[list[T], Field(fail_fast=True)]
 MOST_UNKNOWN = 16  # fields that are looked at
 
 
