@@ -159,9 +159,14 @@ def test_words_that_cannot_be_sent(
 
 
 def test_input_that_is_no_text(server: RunningServer) -> None:
-    command = [sys.executable, "-X", "utf8", "-m", "vexpert", "chat", "--url", server.url]
+    command = [sys.executable, "-m", "vexpert", "chat", "--url", server.url]
     ended = subprocess.run(
-        command, input=b"hello\n\xff\xfe\n", capture_output=True, timeout=60, check=False
+        command,
+        input=b"hello\n\xff\xfe\n",
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
     )
     told = ended.stderr.decode()
     assert ended.returncode == 2

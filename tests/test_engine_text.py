@@ -103,6 +103,13 @@ def test_spaces_and_byte_fallback_of_a_real_tokenizer() -> None:
     assert not any("\ufffd" in delta for delta in deltas)
 
 
+def test_a_run_of_bytes_is_decoded_as_a_whole() -> None:
+    tokenizer = sentencepiece_like()
+    for text in ("😀😀", "日本語" * 9, "é😀日" * 20):
+        tokens = [1, *(6 + byte for byte in text.encode()), 5]
+        assert "".join(stream(tokenizer, tokens)) == f"the{text}!"
+
+
 def byte_level() -> PreTrainedTokenizerFast:
     """Bytes under the names that byte-level tokenizers give them."""
     names = bytes_to_unicode()

@@ -188,10 +188,10 @@ def test_variables_of_a_template_are_few(fake_server: RunningServer) -> None:
         assert "at most 4096 values and 262144 characters, 32 deep" in error["message"]
     # The fake tokenizer refuses what it does not know; a few of any form pass to it.
     assert ask({"note": "x" * 200}).status_code == 200
-    assert is_small({"v": [[1, {"w": None}]]}, 5, 2, 3)
-    assert not is_small({"v": [[1, {"w": None}]]}, 4, 2, 3)
-    assert not is_small({"v": [[1, {"w": None}]]}, 5, 1, 3)
-    assert not is_small({"v": [[1, {"w": None}]]}, 5, 2, 2)
+    assert is_small({"v": [[1, {"w": None}]]}, 6, 2, 4)
+    assert not is_small({"v": [[1, {"w": None}]]}, 5, 2, 4)
+    assert not is_small({"v": [[1, {"w": None}]]}, 6, 1, 4)
+    assert not is_small({"v": [[1, {"w": None}]]}, 6, 2, 3)
 
 
 def test_arguments_of_calls_are_parsed_if_they_are_few(fake_server: RunningServer) -> None:
@@ -200,7 +200,8 @@ def test_arguments_of_calls_are_parsed_if_they_are_few(fake_server: RunningServe
     messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
     answer = fake_server.post(CHAT, json={"model": BASE, "messages": messages})
     assert answer.status_code == 400
-    assert "the arguments of tool_calls have more than 131072" in answer.text
+    told = answer.json()["error"]["message"]
+    assert told.startswith("messages: the arguments of tool_calls have more than 131072")
 
 
 def test_a_process_that_died_idle_is_replaced(rendering: Renderer) -> None:

@@ -62,7 +62,7 @@ class Detokenizer:
         self._window.append(token)
         text = self._decode(self._window)
         end = len(text)
-        most_held = 0 if text[-1:] != REPLACEMENT or self._is_written() else MAX_HELD
+        most_held = self._most_held(text)
         while end > self._emitted and len(text) - end < most_held and text[end - 1] == REPLACEMENT:
             end -= 1
         new = text[self._emitted : end]
@@ -72,6 +72,17 @@ class Detokenizer:
         elif end == len(text):
             self._border = len(self._window)
         return new
+
+    def _most_held(self, text: str) -> int:
+        """Characters at the end of the window's text that may become others yet.
+
+        Where a byte has a token of its own, some tokenizers decode a run of them as a whole: half a
+        character behind others makes U+FFFD of them all.
+        """
+        if text[-1:] != REPLACEMENT or self._is_written():
+            return 0
+        is_new = len(self._window) - self._border <= MAX_HELD
+        return len(text) if is_new else MAX_HELD
 
     def _is_written(self) -> bool:
         """Whether the window ends with a whole U+FFFD."""

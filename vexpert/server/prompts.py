@@ -123,9 +123,10 @@ class PromptBuilder:
         given = self._chat_template
         options: dict[str, Any] = {} if given is None else {"chat_template": given}
         options |= {"tools": list(tools)} if tools else {}
+        messages = _messages(body)
         try:
             text = self._tokenizer.apply_chat_template(
-                _messages(body),
+                messages,
                 tokenize=False,
                 add_generation_prompt=_is_prompting(body),
                 **options,

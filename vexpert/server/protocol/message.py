@@ -28,6 +28,7 @@ RESERVED = {
 }  # fmt: skip
 MAX_MESSAGES = 32768  # each takes some tokens of the context
 MAX_CALLS = 1024  # of one message
+MAX_PARTS = 8192  # of one message
 MAX_VARIABLES = 4096  # values in chat_template_kwargs, of all depths
 MAX_VARIABLES_TEXT = 2**18  # characters of their names and texts
 MAX_DEPTH = 32
@@ -62,6 +63,8 @@ def check_content(value: Any) -> Any:
         return value
     if not isinstance(value, list) or not value:
         raise refusal("must be a string or a non-empty list of text parts")
+    if len(value) > MAX_PARTS:
+        raise refusal(f"{len(value)} parts; send at most {MAX_PARTS}")
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":

@@ -13,6 +13,7 @@ from vexpert.server.errors import ApiError
 from vexpert.server.protocol.adapter import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
 from vexpert.server.service import allowed_models, service_of
 
+MOST_SHOWN = 300  # characters of an error that names the path once more
 router = APIRouter()
 
 
@@ -61,7 +62,7 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
         await service.check_relative_path(body.lora_path, error)
         raise
     except OSError as error:
-        message = f"lora_path={shown(body.lora_path)}: cannot be read: {error}"
+        message = f"lora_path={shown(body.lora_path)}: cannot be read: {str(error)[:MOST_SHOWN]}"
         raise ApiError(message, 400, "lora_path") from error
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
