@@ -15,7 +15,7 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from vexpert.config import EngineConfig
+from vexpert.config import EngineConfig, shown
 from vexpert.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError, RequestError
@@ -134,7 +134,7 @@ class FakeEngine:
         adapter: str | None = None,
     ) -> None:
         if adapter is not None and adapter not in self._adapters:
-            raise AdapterNotFoundError(f"no adapter {adapter!r}")
+            raise AdapterNotFoundError(f"no adapter {shown(adapter)}")
         if params.seed == 13:
             raise RequestError("seed=13: the fake engine is superstitious", "seed")
         text = self.tokenizer.decode(prompt_token_ids) if prompt is None else prompt
@@ -243,7 +243,7 @@ class FakeEngine:
     def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
         self.calls.append(("unload", name, {"drain_seconds": drain_seconds}))
         if name not in self._adapters:
-            raise AdapterNotFoundError(f"no adapter {name!r}")
+            raise AdapterNotFoundError(f"no adapter {shown(name)}")
         del self._adapters[name]
 
     def adapters(self) -> list[AdapterInfo]:

@@ -5,6 +5,7 @@ from typing import Any, Protocol
 
 import torch
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, TierUsage, Wait
@@ -90,7 +91,7 @@ class NoAdapters:
     num_slots = 0
 
     def load(self, name: str, path: str | None = None, **options: Any) -> AdapterInfo:
-        raise AdapterError(f"cannot load adapter {name!r}: this engine has enable_lora=False")
+        raise AdapterError(f"cannot load adapter {shown(name)}: this engine has enable_lora=False")
 
     def register(self, name: str, path: str, **options: Any) -> AdapterInfo:
         return self.load(name, path)
@@ -137,4 +138,4 @@ class NoAdapters:
         return None
 
     def _unknown(self, name: str) -> AdapterNotFoundError:
-        return AdapterNotFoundError(f"no adapter {name!r}: this engine has enable_lora=False")
+        return AdapterNotFoundError(f"no adapter {shown(name)}: this engine has enable_lora=False")

@@ -170,7 +170,8 @@ class PromptBuilder:
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if prompt.text is None or backend is None:
             return None
-        encoding = backend.encode(prompt.text, add_special_tokens=add_special_tokens)
+        # Of a batch: for that alone others may run meanwhile.
+        [encoding] = backend.encode_batch([prompt.text], add_special_tokens=add_special_tokens)
         if encoding.ids != prompt.token_ids:
             return None
         starts, place = [], 0
