@@ -5,6 +5,7 @@ Else the variables were, and those are the caller's: this one alone is refused t
 variables of half their size or more. So each further try takes at most half of the one before.
 """
 
+import hashlib
 import threading
 import time
 from collections import OrderedDict
@@ -30,34 +31,42 @@ class _Recent:
             self._found.popitem(last=False)
 
 
+def name_of(template: str) -> str:
+    """A short name of a template, which may have a megabyte."""
+    return hashlib.sha256(template.encode("utf-8", "surrogatepass")).hexdigest()
+
+
 class Refusals:
-    """For any thread."""
+    """For any thread. Templates go by `name_of`."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._templates, self._sound, self._callers = _Recent(), _Recent(), _Recent()
 
-    def why(self, template: str, caller: str, size: int) -> str | None:
-        """Why a rendering is not tried now; None: it may be. `size`: of the task, in characters."""
+    def why(self, name: str, caller: str, size: int) -> str | None:
+        """Why a rendering is not tried now; None: it may be. `size`: characters of variables."""
         with self._lock:
-            if self._templates.get(template) is not None:
+            if self._templates.get(name) is not None:
                 return "it left its bounds a moment ago; mend it, or try again in a minute"
-            most = self._callers.get(template, caller)
+            most = self._callers.get(name, caller)
             if most is None or size < most:
                 return None
             return "yours made it leave its bounds a moment ago; send less, or wait a minute"
 
-    def is_sound(self, template: str) -> bool:
+    def is_sound(self, name: str) -> bool:
         """Whether an ordinary conversation was rendered lately."""
         with self._lock:
-            return self._sound.get(template) is not None
+            return self._sound.get(name) is not None
 
-    def blame_template(self, template: str) -> None:
+    def blame_template(self, name: str) -> None:
+        """It leaves its bounds with an ordinary conversation."""
         with self._lock:
-            self._templates.put(0, template)
+            self._templates.put(0, name)
 
-    def blame_caller(self, template: str, caller: str, size: int) -> None:
-        """The template is sound."""
+    def blame_caller(self, name: str, caller: str, size: int) -> None:
+        """The template is sound; the variables of `caller` were too much."""
         with self._lock:
-            self._sound.put(0, template)
-            self._callers.put(size // 2, template, caller)
+            self._sound.put(0, name)
+            before = self._callers.get(name, caller)
+            half = size // 2
+            self._callers.put(half if before is None else min(half, before), name, caller)

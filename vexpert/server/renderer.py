@@ -13,7 +13,7 @@ from typing import Any
 from vexpert.errors import RequestError
 from vexpert.log import get_logger
 from vexpert.server.daemon_pool import DaemonPool
-from vexpert.server.refusals import Refusals
+from vexpert.server.refusals import Refusals, name_of
 
 logger = get_logger(__name__)
 PROCESSES = 2
@@ -126,30 +126,31 @@ class Renderer:
                 worker.close()
 
     def _render(self, template: str, variables: dict[str, Any], caller: str) -> str:
-        task = self._task(template, variables)
-        why = self._refusals.why(template, caller, len(task))
+        given = json.dumps(variables)
+        why = self._refusals.why(name_of(template), caller, len(given))
         if why is not None:
             raise _refusal(why)
-        answer = self._worker().ask(task)
+        answer = self._worker().ask(self._task(template, given))
         if answer is None:
-            self._blame(template, caller, len(task))
+            self._blame(template, caller, len(given))
             rule = f"it takes more than {self._seconds:g} seconds, or too much memory"
             raise _refusal(rule)
         if "error" in answer:
             raise _refusal(answer["error"])
         return answer["text"]
 
-    def _task(self, template: str, variables: dict[str, Any]) -> str:
-        return json.dumps([template, variables, self._most])
+    def _task(self, template: str, given: str) -> str:
+        return f"[{json.dumps(template)}, {given}, {self._most}]"
 
     def _blame(self, template: str, caller: str, size: int) -> None:
         """After a rendering that left its bounds: find out who is at fault."""
-        is_sound = self._refusals.is_sound(template)
-        if is_sound or self._worker().ask(self._task(template, ORDINARY)) is not None:
-            self._refusals.blame_caller(template, caller, size)
+        name = name_of(template)
+        is_sound = self._refusals.is_sound(name)
+        if is_sound or self._worker().ask(self._task(template, json.dumps(ORDINARY))) is not None:
+            self._refusals.blame_caller(name, caller, size)
             logger.warning("a caller's messages took an adapter's chat template out of bounds")
         else:
-            self._refusals.blame_template(template)
+            self._refusals.blame_template(name)
             logger.warning("an adapter's chat template is out of bounds with any messages")
 
     def _worker(self) -> _Worker:
