@@ -82,7 +82,7 @@ def test_an_adapter_that_hides_a_name_at_the_boot() -> None:
     engine = make_fake_engine()
     engine.load_adapter(f"{BASE}:upper", "bundled")
     with (
-        pytest.raises(AdapterError, match="such as 'upper'"),
+        pytest.raises(ConfigError, match="such as 'upper'"),
         serving(engine, ServerOptions((BASE,))),
     ):
         pass

@@ -55,8 +55,11 @@ class Service:
         for name in self.base_names:
             if name == METRICS:
                 raise ConfigError(f"served_model_name={name!r}: stands for that page; rename it")
-        for name in self.facts.adapters:
-            self.check_name(name)
+        try:
+            for name in self.facts.adapters:
+                self.check_name(name)
+        except AdapterError as error:
+            raise ConfigError(str(error)) from error
 
     def check_name(self, name: str) -> None:
         """Raise AdapterError for an adapter's name that means something else here."""
