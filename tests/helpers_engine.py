@@ -20,6 +20,7 @@ from vexpert.engine.engine import Engine
 from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.types import (
     AdapterInfo,
     AdapterRef,
@@ -78,6 +79,10 @@ class FakeManager:
     def unload(self, name: str, *, drain_seconds: float | None = None) -> None:
         self.resolve(name)
         del self.current[name]
+
+    def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
+        self.resolve(name)
+        return ChatTemplate()
 
     def usage(self) -> TierUsage:
         return TierUsage(known=len(self.current), device_adapters=len(self.in_slot))

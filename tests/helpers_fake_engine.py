@@ -15,10 +15,11 @@ from typing import Any
 
 from jinja2 import TemplateError
 
-from vexpert.config import EngineConfig
+from vexpert.config import EngineConfig, shown
 from vexpert.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError, RequestError
+from vexpert.lora.chat_template import ChatTemplate, read_template
 from vexpert.lora.info import AdapterInfo
 
 BASE = "vexpert-demo"
@@ -110,6 +111,7 @@ class FakeEngine:
         self.requests: dict[str, FakeRequest] = {}
         self.step_thread: int | None = None
         self._adapters: dict[str, AdapterInfo] = {}
+        self._templates: dict[str, ChatTemplate] = {}
         self._prompt_tokens = self._tokens = self._steps = 0
 
     def is_quick(self, params: SamplingParams) -> bool:
@@ -121,6 +123,9 @@ class FakeEngine:
     def adapter_folder(self, name: str) -> str | None:
         return self._adapters[name].path if name in self._adapters else None
 
+    def adapter_template(self, name: str, may_read: bool = True) -> ChatTemplate | None:
+        return self._templates.get(name, ChatTemplate())
+
     def add_request(
         self,
         request_id: str,
@@ -130,7 +135,7 @@ class FakeEngine:
         adapter: str | None = None,
     ) -> None:
         if adapter is not None and adapter not in self._adapters:
-            raise AdapterNotFoundError(f"no adapter {adapter!r}")
+            raise AdapterNotFoundError(f"no adapter {shown(adapter)}")
         if params.seed == 13:
             raise RequestError("seed=13: the fake engine is superstitious", "seed")
         text = self.tokenizer.decode(prompt_token_ids) if prompt is None else prompt
@@ -143,7 +148,6 @@ class FakeEngine:
         self.submitted.append(params)
         self.prompts.append(prompt)
         self.requests[request_id] = request
-        self._prompt_tokens += len(prompt_token_ids)
 
     def abort(self, request_id: str) -> bool:
         self.aborted.append(request_id)
@@ -164,6 +168,8 @@ class FakeEngine:
         return list(self.requests.values())[: self.config.max_num_seqs]
 
     def _advance(self, request: FakeRequest) -> RequestOutput:
+        if not request.outputs[0].token_ids:
+            self._prompt_tokens += len(request.token_ids)
         for output in request.outputs:
             if output.finish_reason is None:
                 self._append(request, output)
@@ -223,6 +229,7 @@ class FakeEngine:
             raise AdapterError(f"adapter {name!r} is loaded already; set load_inplace")
         if not (Path(path) / "adapter_config.json").is_file() and path != "bundled":
             raise AdapterError(f"{path}: no adapter_config.json there; give an adapter's folder")
+        self._templates[name] = read_template(Path(path))
         self._adapters[name] = AdapterInfo(name, 1, path, "device", 8, 1024, 1024, 0)
         return self._adapters[name]
 
@@ -237,7 +244,7 @@ class FakeEngine:
     def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
         self.calls.append(("unload", name, {"drain_seconds": drain_seconds}))
         if name not in self._adapters:
-            raise AdapterNotFoundError(f"no adapter {name!r}")
+            raise AdapterNotFoundError(f"no adapter {shown(name)}")
         del self._adapters[name]
 
     def adapters(self) -> list[AdapterInfo]:

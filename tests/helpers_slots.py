@@ -4,6 +4,7 @@ import itertools
 from pathlib import Path
 
 from vexpert.lora.adapter_version import Version
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.eviction import DevicePolicy, Room
 from vexpert.lora.pack import PackedAdapter
 from vexpert.lora.pool import SlotPool
@@ -19,7 +20,7 @@ def version_on_host(packed: PackedAdapter, is_pinned: bool = False) -> Version:
     version = Version(AdapterRef(f"a{number}", number), Source(Path(f"a{number}")), is_pinned)
     version.life.begin_read()
     version.life.buffer = packed.buffer
-    version.life.end_read(HostCopy(packed, (), ()), 0.0)
+    version.life.end_read(HostCopy(packed, (), (), ChatTemplate()), 0.0)
     return version
 
 

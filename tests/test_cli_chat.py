@@ -115,6 +115,65 @@ def test_a_conversation(
     assert shown.count("/quit ") == 1  # the commands, after /fly alone
 
 
+def test_a_name_is_no_markup(
+    fake: Any, fake_server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: Any
+) -> None:
+    fake.load_adapter("[/b]", "bundled")
+    lines = iter(["hello", "/models", "/compare hi", "/quit"])
+    monkeypatch.setattr("builtins.input", lambda prompt: next(lines))
+    assert main(["chat", "--url", fake_server.url, "--model", "[/b]"]) == 0
+    shown = capsys.readouterr().out
+    assert "Talking to [/b]." in shown
+    assert "* [/b]  adapter" in shown
+
+
+@pytest.mark.parametrize("value", ["nan", "inf", "-inf", "warm"])
+@pytest.mark.parametrize(
+    "words",
+    [["chat", "--temperature"], ["bench", "tune", "--minutes"], ["bench", "kernel", "--bandwidth"]],
+)
+def test_numbers_are_finite(
+    words: list[str], value: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit) as ended:
+        main([*words[:-1], f"{words[-1]}={value}"])
+    assert ended.value.code == 2
+    assert f"argument {words[-1]}: {value!r}: use a number" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--once", "\udcff"], "the text is not valid Unicode"),
+        (["--once", "x", "--api-key", "\u00e9\u20ac"], "api_key: has characters"),
+        (["--once", "x", "--url", "http://[::1"], "url='http://[::1'"),
+    ],
+)
+def test_words_that_cannot_be_sent(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], words: list[str], told: str
+) -> None:
+    assert main(["chat", "--url", server.url, *words]) == 2
+    shown = capsys.readouterr().err
+    assert shown.startswith("error: ")
+    assert told in shown
+
+
+def test_input_that_is_no_text(server: RunningServer) -> None:
+    command = [sys.executable, "-m", "vexpert", "chat", "--url", server.url]
+    ended = subprocess.run(
+        command,
+        input=b"hello\n\xff\xfe\n",
+        capture_output=True,
+        timeout=60,
+        check=False,
+        env={**os.environ, "PYTHONIOENCODING": "utf-8:strict"},
+    )
+    told = ended.stderr.decode()
+    assert ended.returncode == 2
+    assert told.startswith("error: the input is not UTF-8 text")
+    assert told.count("\n") == 1
+
+
 def test_history_is_sent(fake: Any, fake_server: RunningServer, monkeypatch: Any) -> None:
     lines = iter(["one", "two", "/quit"])
     monkeypatch.setattr("builtins.input", lambda prompt: next(lines))

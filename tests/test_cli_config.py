@@ -5,6 +5,7 @@ from pathlib import Path
 import pytest
 
 from vexpert.cli.main import build_parser, main
+from vexpert.engine.admission import parse_weights
 from vexpert.server.interface import LoraModule
 
 
@@ -45,6 +46,29 @@ def test_a_file_sets_options_and_the_command_line_wins(tmp_path: Path) -> None:
     assert build_parser().parse_args(["serve"]).port == 8000
 
 
+@pytest.mark.parametrize(
+    "word", ["0123", "yes", "1e5", "1_000", "0x1F", "2026-01-02", "1:30", "=", "+.inf", "true"]
+)
+def test_a_text_is_what_is_written(tmp_path: Path, word: str) -> None:
+    text = f"""
+    api-key: {word}
+    served-model-name: [{word}]
+    lora-dir: {word}
+    lora-weights: {{{word}: 2}}
+    lora-modules: [{{name: {word}, path: {word}, lazy: true}}]
+    """
+    args = build_parser().parse_args(["serve", "--config", config(tmp_path, text)])
+    assert (args.api_key, args.served_model_name, args.lora_dir) == ([word], [word], word)
+    assert args.lora_modules == [LoraModule(word, word, lazy=True)]
+    assert parse_weights(args.lora_weights) == {word: 2.0}
+
+
+def test_lists_that_two_options_share(tmp_path: Path) -> None:
+    text = "allowed-origins: &list [a, 0123]\napi-key: *list\nserved-model-name: *list"
+    args = build_parser().parse_args(["serve", "--config", config(tmp_path, text)])
+    assert args.allowed_origins == args.api_key == args.served_model_name == ["a", "0123"]
+
+
 def test_a_positional_model_wins(tmp_path: Path) -> None:
     file = config(tmp_path, "model: folder\nlora-modules: [{name: a, path: x}, b=y]")
     args = build_parser().parse_args(["serve", "other", f"--config={file}"])
@@ -68,6 +92,14 @@ def test_a_positional_model_wins(tmp_path: Path) -> None:
         ("config: other.yaml", "no option 'config'"),
         ("- port", "must hold `option: value` lines"),
         ("a: [", "cannot be read"),
+        ("port: 1\nport: 2", "'port' is given twice"),
+        ("max-loras: 1\nmax_loras: 2", "max-loras is given twice"),
+        ("lora-modules: {a: x, a: y}", "'a' is given twice"),
+        ("lora-weights: {team: many}", "'many': use numbers"),
+        ("lora-weights: {team: [1]}", "use numbers"),
+        ("lora-weights: [team]", "use one value"),
+        ("port: 0x10", "port='0x10'"),
+        ("no-web: 'true'", "use true or false"),
     ],
 )
 def test_mistakes_name_the_file_and_the_option(

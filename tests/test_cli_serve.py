@@ -169,9 +169,11 @@ def test_an_address_of_another_machine_is_told(
         ("folder", ["x=/no/such/folder"], "/no/such/folder: no such folder"),
         ("folder", [f"x={Path(__file__).parent}"], f"{Path(__file__).parent}: no adapter_config"),
         ("folder", [f"x={UPPER}", f"x={UPPER}"], "adapter 'x' is given twice"),
-        ("folder", [f"folder={UPPER}"], "adapter 'folder' has the base model's name"),
-        ("", [f"vexpert-demo={UPPER}"], "adapter 'vexpert-demo' has the base model's name"),
-        ("", [f"me={UPPER}", "--served-model-name", "you", "me"], "adapter 'me' has the base"),
+        ("folder", [f"folder={UPPER}"], "adapter name 'folder' is the base model's"),
+        ("", [f"vexpert-demo={UPPER}"], "adapter name 'vexpert-demo' is the base model's"),
+        ("", [f"me={UPPER}", "--served-model-name", "you", "me"], "adapter name 'me' is the"),
+        ("", [f"vexpert-demo:x={UPPER}"], "adapter name 'vexpert-demo:x': the base model"),
+        ("", [f"/metrics={UPPER}"], "adapter name '/metrics': must not begin with"),
     ],
 )
 def test_bad_lora_modules_end_the_boot_before_the_model_loads(

@@ -228,6 +228,33 @@ def test_abort_in_every_state() -> None:
     assert engine.stats().kv_blocks_used == 0
 
 
+def test_a_prompt_counts_once_it_is_processed() -> None:
+    engine = make_engine()
+    engine.add_request("left", None, PROMPT, greedy(3))
+    assert engine.stats().prompt_tokens == 0
+    engine.abort("left")
+    engine.add_request("n", None, PROMPT, greedy(3, n=2, temperature=1.0))
+    run_all(engine)
+    assert engine.stats().prompt_tokens == len(PROMPT)
+
+
+def test_stop_tokens_are_not_compared_one_by_one() -> None:
+    compared = 0
+
+    class Watched(int):
+        __hash__ = int.__hash__
+
+        def __eq__(self, other: object) -> bool:
+            nonlocal compared
+            compared += 1
+            return int(self) == other
+
+    others = sorted(set(range(VOCAB)) - set(free_run()) - {EOS})
+    params = greedy(12, stop_token_ids=[Watched(token) for token in others])
+    assert run_one(make_engine(), PROMPT, params).outputs[0].token_ids == free_run()
+    assert compared < len(others)
+
+
 def test_stats_count() -> None:
     engine = make_engine()
     run_one(engine, PROMPT, greedy(3), "red")

@@ -30,6 +30,7 @@ BAD = [
     ],
     *[("logit_bias", value) for value in (None, [], 5, {"5": 1.0}, {True: 1.0}, {1.0: 1.0})],
     *[("logit_bias", {5: value}) for value in ("1", None, True, HUGE, float("nan"), 100.5)],
+    ("logit_bias", dict.fromkeys(range(1025), 1.0)),
     ("repetition_penalty", 0.009),
     ("repetition_penalty", 1e-300),
 ]

@@ -4,6 +4,8 @@ import asyncio
 import json
 import random
 import threading
+from itertools import accumulate
+from typing import Any
 
 import httpx
 import openai
@@ -44,6 +46,40 @@ def test_two_hundred_concurrent_requests_are_right_and_equal_one_by_one(url: str
     assert right >= 198
     some = slice(0, None, 6)
     assert together[some] == asyncio.run(ask_all(url, questions[some], at_once=1))
+
+
+def test_offsets_of_a_stream_are_those_of_the_whole_answer(url: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    for stop in (["lox"], ["llo"], None):
+        asked: Any = {"model": BASE, "prompt": "hellolx", "stop": stop, "logprobs": 1}
+        asked |= {"temperature": 0}
+        whole = client.completions.create(**asked, max_tokens=9, extra_body={"ignore_eos": True})
+        stream = client.completions.create(
+            **asked, max_tokens=9, stream=True, extra_body={"ignore_eos": True}
+        )
+        chunks = [chunk.choices[0].logprobs for chunk in stream if chunk.choices]
+        parts = [each.text_offset or [] for each in chunks if each is not None]
+        offsets = [offset for part in parts for offset in part]
+        expected = whole.choices[0].logprobs
+        assert expected is not None
+        assert offsets == expected.text_offset
+        lengths = map(len, (expected.tokens or [])[:-1])
+        assert offsets == list(accumulate(lengths, initial=0))
+
+
+@pytest.mark.parametrize("prompt", ["h\N{GRINNING FACE}\u65e5e", "plain"])
+def test_offsets_of_an_echo_lie_in_the_text(url: str, prompt: str) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    answer = client.completions.create(
+        model=BASE, prompt=prompt, max_tokens=2, echo=True, logprobs=0, temperature=0
+    ).choices[0]
+    assert answer.logprobs is not None
+    offsets, tokens = answer.logprobs.text_offset or [], answer.logprobs.tokens or []
+    begin = len(tokens) - len(prompt) - 2  # what the tokenizer puts in front has no text
+    assert offsets[begin:] == list(range(len(prompt) + 2))
+    assert set(offsets[:begin]) <= {0}
+    for offset, token in zip(offsets[begin:], tokens[begin:], strict=True):
+        assert answer.text[offset : offset + 1] in (token, "\N{GRINNING FACE}", "\u65e5", "")
 
 
 def test_models_list_adapters_with_their_parent(url: str) -> None:

@@ -10,13 +10,14 @@ from helpers_slots import version_on_host
 
 from vexpert.lora.adapter_state import AFTER, Event, Life, State
 from vexpert.lora.adapter_version import Version
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.pack import pack
 from vexpert.lora.source import HostCopy, Source
 from vexpert.lora.types import AdapterRef
 
 TARGETS = tiny_targets()
 PACKED = pack(adapter(TARGETS, 0, 2, ("q",)), TARGETS, torch.float32)
-HOST = HostCopy(PACKED, (), ("a warning",))
+HOST = HostCopy(PACKED, (), ("a warning",), ChatTemplate())
 NBYTES = PACKED.nbytes
 
 

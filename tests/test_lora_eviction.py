@@ -9,6 +9,7 @@ from helpers_slots import version_on_host
 
 from vexpert.lora.adapter_state import State
 from vexpert.lora.adapter_version import Version
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.eviction import (
     DevicePolicy,
     HostPolicy,
@@ -220,7 +221,7 @@ def test_what_no_file_could_give_back_stays() -> None:
     content = packed(10)
     made.life.begin_read()
     made.life.buffer = content.buffer
-    made.life.end_read(HostCopy(content, (), ()), 0.0)
+    made.life.end_read(HostCopy(content, (), (), ChatTemplate()), 0.0)
     policy = host([made, other := version()], 20)
     assert policy.lasting_bytes() == 10
     assert policy.victims(20) == [other]

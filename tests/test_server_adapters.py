@@ -57,7 +57,7 @@ def test_a_name_with_a_slash_is_a_model(fake_server: RunningServer, folder: str)
 
 def test_an_adapter_may_not_take_the_base_models_name(fake: FakeEngine) -> None:
     fake.load_adapter(BASE, "bundled")
-    with pytest.raises(ConfigError, match="rename"):
+    with pytest.raises(ConfigError, match="choose another name"):
         create_app(EngineThread(fake))
 
 

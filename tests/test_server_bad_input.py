@@ -4,8 +4,10 @@ import json
 from typing import Any
 
 import pytest
+from helpers_raw_http import connect
 from helpers_server import BASE, RunningServer, make_fake_engine, serving
 
+from vexpert import errors
 from vexpert.server.options import ServerOptions
 
 pytest_plugins = ["helpers_server_fixtures"]
@@ -280,6 +282,38 @@ def test_completions_of_one_request_are_bounded(fake_server: RunningServer) -> N
     assert len(response.json()["choices"]) == 204 * 5
 
 
+@pytest.mark.parametrize("token", [2**63, -(2**63) - 1, 10**30, int("9" * 4000)])
+@pytest.mark.parametrize("form", [lambda ids: ids, lambda ids: [[1], ids]])
+def test_a_number_that_is_no_token_id_says_so(server: RunningServer, form: Any, token: int) -> None:
+    error = error_of(server.post(TEXT, json={"model": BASE, "prompt": form([1, token])}))
+    assert error["message"].startswith(f"prompt: {str(token)[:20]}")
+    assert "is no token id" in error["message"]
+    assert len(error["message"]) < 200
+
+
+@pytest.mark.parametrize("coding", ["chunked", "identity"])
+def test_a_body_of_two_lengths_is_refused(server: RunningServer, coding: str) -> None:
+    """Who reads the one and who reads the other would see two requests."""
+    content = b'{"model": "upper", "prompt": "x", "max_tokens": 1}'
+    head = (
+        "POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+        f"Content-Length: 4\r\nTransfer-Encoding: {coding}\r\n\r\n{len(content):x}\r\n"
+    )
+    with connect(server.url) as sock:
+        sock.sendall(head.encode() + content + b"\r\n0\r\n\r\n")
+        answer = b""
+        while piece := sock.recv(65536):  # the connection is closed, too
+            answer += piece
+    assert answer.count(b"HTTP/1.1 ") == 1
+    assert answer.startswith(b"HTTP/1.1 4" if coding == "chunked" else b"HTTP/1.1 ")
+    assert not answer.startswith(b"HTTP/1.1 2")
+
+
+def test_no_guess_is_made_at_a_word_of_megabytes(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(errors, "get_close_matches", lambda *_: pytest.fail("compared"))
+    assert errors.nearest("x" * 101, ["x"]) is None
+
+
 @pytest.mark.parametrize(
     ("path", "headers", "status", "word"),
     [
@@ -324,7 +358,10 @@ def test_messages_do_not_repeat_what_is_long(server: RunningServer) -> None:
         (CHAT, {"model": BASE, "messages": HELLO, "chat_template_kwargs": {long: 1}}),
         (CHAT, {"model": BASE, "messages": HELLO, "logit_bias": {long: 1}}),
         (CHAT, {"model": BASE, "messages": HELLO, "response_format": {"type": long}}),
+        (CHAT, {"model": BASE, "messages": HELLO, "metadata": {long: 1}}),
+        (CHAT, {"model": BASE, "messages": [{**HELLO[0], "content": "x", long: 1}]}),
+        (CHAT, {"model": BASE, "messages": HELLO, "tool_choice": long}),
     ]:
         response = server.post(path, json=body)
         assert response.status_code in (200, 400, 404), response.text[:200]
-        assert len(response.text) < 40_000, (path, list(body)[-1][:20])
+        assert len(response.text) < 2_000, (path, list(body)[-1][:20])

@@ -68,6 +68,17 @@ def test_numbers_follow_what_happened(fake: FakeEngine, fake_server: RunningServ
     assert stops == 1
 
 
+def test_a_prompt_that_was_left_before_its_turn_counts_nowhere() -> None:
+    recorder = Recorder()
+    tracker = Tracker("x", "a", 5, 1, lambda update: None, arrival=0.0)
+    recorder.stepped(tracker, 0, now=1.0)
+    recorder.finished(tracker, ["abort"], now=1.0)
+    assert recorder.prompt_tokens.total() == 0
+    for _ in range(3):
+        recorder.stepped(tracker, 1, now=2.0)
+    assert recorder.prompt_tokens == {"a": 5}
+
+
 def test_running_adapters_and_aborts_show(fake: FakeEngine, fake_server: RunningServer) -> None:
     fake.step_seconds = 0.02
     body = {"model": "upper", "prompt": "x", "ignore_eos": True, "max_tokens": 200, "stream": True}
@@ -116,7 +127,6 @@ def test_counts_of_thousands_of_adapters_stay_few_and_add_up() -> None:
     recorder = Recorder(labels=AdapterLabels(most=3))
     for index in range(1000):
         tracker = Tracker(str(index), f"a{index}", 5, 1, lambda update: None, arrival=0.0)
-        recorder.added(tracker)
         recorder.stepped(tracker, 2, now=1.5)
         recorder.finished(tracker, ["stop"], now=2.0)
     assert set(recorder.prompt_tokens) == {"a0", "a1", "a2", OTHERS}

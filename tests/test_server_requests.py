@@ -179,7 +179,6 @@ def test_an_adapters_own_chat_template_counts(fake: FakeEngine, tmp_path: Path) 
     for name in ("jinja", "config", "list", "none"):
         (tmp_path / name).mkdir()
         (tmp_path / name / "adapter_config.json").write_text("{}")
-        fake.load_adapter(name, str(tmp_path / name))
     config = {"chat_template": "[B]{{ messages[0].content }}"}
     listed = {"chat_template": [{"name": "rag", "template": "X"}, {"name": "default"}]}
     listed["chat_template"][1]["template"] = "[C]"
@@ -187,6 +186,8 @@ def test_an_adapters_own_chat_template_counts(fake: FakeEngine, tmp_path: Path) 
     (tmp_path / "jinja" / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "config" / "tokenizer_config.json").write_text(json.dumps(config))
     (tmp_path / "list" / "tokenizer_config.json").write_text(json.dumps(listed))
+    for name in ("jinja", "config", "list", "none"):
+        fake.load_adapter(name, str(tmp_path / name))
     with serving(fake, options(chat_template="S")) as running:
         for name, mark in (("jinja", "A"), ("config", "B"), ("list", "C"), ("none", "S")):
             running.ask(name, "x")
@@ -194,6 +195,7 @@ def test_an_adapters_own_chat_template_counts(fake: FakeEngine, tmp_path: Path) 
         running.ask(BASE, "x")
         assert str(fake.prompts[-1]).startswith("[S]")
         (tmp_path / "config" / "tokenizer_config.json").write_text("{")
+        fake.load_adapter("config", str(tmp_path / "config"), load_inplace=True)
         body = {"model": "config", "messages": [{"role": "user", "content": "x"}]}
         response = running.post(CHAT, json=body)
         assert response.status_code == 400

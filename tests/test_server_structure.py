@@ -47,6 +47,27 @@ def some_value(rng: random.Random, depth: int) -> Any:
     return {some_value(rng, 0) or "k": some_value(rng, depth - 1) for _ in range(rng.randrange(4))}
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        ({"guided_choice": ["a"] * 40_000}, "guided_choice: 40000 parts; send at most 32768"),
+        (
+            {"structured_outputs": {"choice": ["a"] * 40_000}},
+            "structured_outputs.choice: 40000 parts",
+        ),
+        (
+            {"messages": [{"role": "user", "content": [{"type": "text", "text": ""}] * 9000}]},
+            "messages[0].content: 9000 parts; send at most 8192",
+        ),
+    ],
+)
+def test_lists_of_many_small_parts(body: dict[str, Any], told: str) -> None:
+    with serving(make_fake_engine()) as running:
+        answer = running.post(CHAT, json=HELLO | body)
+        assert answer.status_code == 400
+        assert told in answer.json()["error"]["message"]
+
+
 def test_what_lies_in_strings_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
     rng = random.Random(0)
     for _ in range(300):

@@ -11,15 +11,20 @@ from typing import Any
 
 import pytest
 from helpers_server import BASE, FakeEngine, RunningServer, make_fake_engine, serving
+from starlette.requests import Request
 from transformers import AutoTokenizer
 
 from vexpert import demo
 from vexpert.engine.template_errors import TEMPLATE_ERRORS
 from vexpert.errors import RequestError
-from vexpert.server import renderer, template_worker
+from vexpert.lora.chat_template import ChatTemplate, read_template
+from vexpert.server import renderer, service, template_worker
 from vexpert.server.options import ServerOptions
+from vexpert.server.protocol.fields import is_small
+from vexpert.server.refusals import name_of
 from vexpert.server.renderer import Renderer
-from vexpert.server.templates import adapter_template
+
+pytest_plugins = ["helpers_server_fixtures"]
 
 CHAT = "/v1/chat/completions"
 MESSAGES: list[dict[str, Any]] = [
@@ -118,6 +123,86 @@ def test_a_template_out_of_bounds_is_not_tried_again_at_once(
         rendering.submit(template, {}).result()
 
 
+# Endless for a long first message alone, as a template may be that was written for short ones.
+SLOW = (
+    "{# "
+    + "long" * 3000
+    + " #}{% if messages[0].content | length > 99 %}{% for i in range(9997) %}"
+    "{% for j in range(99999) %}{% endfor %}{% endfor %}{% endif %}{{ messages[0].content }}"
+)
+
+
+def said(content: str) -> dict[str, Any]:
+    return {"messages": [{"role": "user", "content": content}]}
+
+
+def test_only_who_took_a_template_out_of_bounds_is_refused_it(
+    rendering: Renderer, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with pytest.raises(RequestError, match="takes more than"):
+        rendering.submit(SLOW, said("x" * 2000), "one").result()
+    begun = time.monotonic()
+    for length in (2000, 3000, 1500):  # the same again, more, not much less
+        with pytest.raises(RequestError, match="yours made it leave its bounds a moment ago"):
+            rendering.submit(SLOW, said("x" * length), "one").result()
+    assert time.monotonic() - begun < 0.5
+    assert rendering.submit(SLOW, said("hello"), "one").result() == "hello"
+    assert rendering.submit(SLOW, said("x" * 90), "two").result() == "x" * 90
+    assert rendering.submit("{{ 3 }}", said("x" * 9000), "one").result() == "3"
+    with pytest.raises(RequestError, match="takes more than"):
+        rendering.submit(SLOW, said("x" * 2000), "two").result()
+    monkeypatch.setattr(time, "monotonic", lambda now=time.monotonic: now() + 61)
+    assert rendering._refusals.why(name_of(SLOW), "one", 9999) is None
+
+
+def test_callers_are_told_apart_by_key_else_by_address() -> None:
+    def caller(**scope: Any) -> str:
+        base = {"type": "http", "headers": [(b"authorization", b"Bearer x")]}
+        return service._caller(Request({**base, "client": ("1.2.3.4", 5), **scope}))
+
+    assert caller() == "1.2.3.4"  # no key was checked
+    assert caller(vexpert_models=None) == "Bearer x"
+    assert caller(client=None) == ""
+
+
+def test_variables_of_a_template_are_few(fake_server: RunningServer) -> None:
+    def ask(variables: dict[str, Any]) -> Any:
+        messages = [{"role": "user", "content": "x"}]
+        body = {"model": BASE, "messages": messages, "chat_template_kwargs": variables}
+        return fake_server.post(CHAT, json=body)
+
+    deep: Any = 1
+    for _ in range(40):
+        deep = [deep]
+    many = {f"v{i}": i for i in range(5000)}
+    for variables in (
+        many,
+        {"v": [list(many)]},
+        {"v": "x" * 300_000},
+        {"x" * 300_000: 1},
+        {"v": deep},
+    ):
+        error = ask(variables).json()["error"]
+        assert error["param"] == "chat_template_kwargs"
+        assert "at most 4096 values and 262144 characters, 32 deep" in error["message"]
+    # The fake tokenizer refuses what it does not know; a few of any form pass to it.
+    assert ask({"note": "x" * 200}).status_code == 200
+    assert is_small({"v": [[1, {"w": None}]]}, 6, 2, 4)
+    assert not is_small({"v": [[1, {"w": None}]]}, 5, 2, 4)
+    assert not is_small({"v": [[1, {"w": None}]]}, 6, 1, 4)
+    assert not is_small({"v": [[1, {"w": None}]]}, 6, 2, 3)
+
+
+def test_arguments_of_calls_are_parsed_if_they_are_few(fake_server: RunningServer) -> None:
+    arguments = '{"a": [' + "[]," * 140_000 + "1]}"
+    call = {"id": "1", "type": "function", "function": {"name": "f", "arguments": arguments}}
+    messages = [{"role": "user", "content": "x"}, {"role": "assistant", "tool_calls": [call]}]
+    answer = fake_server.post(CHAT, json={"model": BASE, "messages": messages})
+    assert answer.status_code == 400
+    told = answer.json()["error"]["message"]
+    assert told.startswith("messages: the arguments of tool_calls have more than 131072")
+
+
 def test_a_process_that_died_idle_is_replaced(rendering: Renderer) -> None:
     assert rendering.submit("{{ 1 }}", {}).result() == "1"
     for worker in rendering._workers:
@@ -131,10 +216,10 @@ def test_a_process_that_died_idle_is_replaced(rendering: Renderer) -> None:
 def test_odd_names_of_templates(tmp_path: Path, name: Any) -> None:
     odd = {"chat_template": [{"name": name, "template": "a"}]}
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(odd))
-    assert adapter_template(str(tmp_path)) is None
+    assert read_template(tmp_path) == ChatTemplate()
     odd["chat_template"].append({"name": "default", "template": "b"})
     (tmp_path / "tokenizer_config.json").write_text(json.dumps(odd))
-    assert adapter_template(str(tmp_path)) == "b"
+    assert read_template(tmp_path) == ChatTemplate("b")
 
 
 @pytest.mark.parametrize(

@@ -49,6 +49,11 @@ CASES = {
         (f"<tool_call>no<tool_call>{CALL_A}</tool_call>", "<tool_call>no", BOTH[:1]),
         ('<tool_call>{"name": 3}</tool_call>', '<tool_call>{"name": 3}</tool_call>', []),
         ("<tool_call>", "<tool_call>", []),
+        (f"ok <tool_call>{CALL_A}</tool_call> bye", "ok bye", BOTH[:1]),
+        (f"ok<tool_call>{CALL_A}</tool_call>\nbye", "ok\nbye", BOTH[:1]),
+        (f"ok <tool_call>{CALL_A}</tool_call>\n", "ok", BOTH[:1]),
+        ("ok <tool_call>no", "ok <tool_call>no", []),
+        ("ok\n<tool_call>", "ok\n<tool_call>", []),
         ('<tool_call>{"name": "get"', '<tool_call>{"name": "get"', []),
         ('<tool_call>{"name": "get", "arguments": {"a": [1', "", [("get", '{"a": [1')]),
         ('<tool_call>{"name": "a\\"b", "arguments": {}}</tool_call>', "", [('a"b', "{}")]),
@@ -111,7 +116,7 @@ def test_arguments_come_while_they_are_written() -> None:
     assert parser.feed('uments": {"a') == [CallStart(0, "get"), CallArguments(0, '{"a')]
     assert parser.feed('": 1}') == [CallArguments(0, '": 1}')]
     assert parser.feed("}\n</tool_") == []
-    assert parser.feed("call> bye") == [Words("bye")]
+    assert parser.feed("call> bye") == [Words("\nbye")]
 
 
 def test_any_text_at_all_is_read_to_its_end() -> None:

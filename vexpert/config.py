@@ -162,6 +162,9 @@ class EngineConfig:
     allowed_adapter_roots: tuple[str, ...] = option(
         (), "folders: an adapter below one of them may have no file, links followed, outside", None
     )
+    reserved_names: tuple[str, ...] = option(
+        (), "further names of the base model, which no adapter may take", None
+    )
     lora_use_virtual_experts: bool = option(True, "one grouped product for all adapters", "lora")
     lora_backend: str = option(
         "auto", "operations that run LoRA and experts", "lora", ("auto", "torch", "numba", "triton")

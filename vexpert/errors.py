@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from difflib import get_close_matches
 
+LONGEST_WORD = 100  # characters; no name that anybody could mean is longer
 LIKENESS = 0.8  # of two words that one may be a slip for, 0 to 1; below, guesses mislead
 
 
@@ -47,5 +48,7 @@ class UnsupportedError(VexpertError):
 
 def nearest(word: str, known: Iterable[str]) -> str | None:
     """The one of `known` that `word` was meant to be, if any is like it."""
+    if len(word) > LONGEST_WORD:  # to compare megabytes takes seconds
+        return None
     near = get_close_matches(word, list(known), 1, LIKENESS)
     return near[0] if near else None

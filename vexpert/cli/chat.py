@@ -6,7 +6,7 @@ import contextlib
 import signal
 from typing import TYPE_CHECKING, Any
 
-from vexpert.cli.parser import add_client_options
+from vexpert.cli.parser import add_client_options, finite
 from vexpert.errors import RequestError, VexpertError
 
 if TYPE_CHECKING:
@@ -30,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `vexpert chat`."""
     add_client_options(parser, "talk to")
     parser.add_argument("--model", metavar="NAME", help="default: the base model")
-    parser.add_argument("--temperature", type=float, default=0.0, metavar="X", help="0 is greedy")
+    parser.add_argument("--temperature", type=finite, default=0.0, metavar="X", help="0 is greedy")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
     parser.add_argument("--system", metavar="TEXT", help="system message")
     once = parser.add_mutually_exclusive_group()
@@ -110,7 +110,7 @@ class Chat:
         if reply.text:
             self._turns = [*turns, {"role": "assistant", "content": reply.text}]
         if console is not None:
-            console.print(f"\n{reply.stats_line()}", style="dim", highlight=False)
+            console.print(f"\n{reply.stats_line()}", style="dim", markup=False, highlight=False)
         return reply.text
 
     async def check_model(self, name: str) -> None:
@@ -125,12 +125,15 @@ class Chat:
 
         _edit_lines()
         console = Console()
-        console.print(f"Talking to {self.model}. /help shows the commands.", highlight=False)
+        greeting = f"Talking to {self.model}. /help shows the commands."
+        console.print(greeting, markup=False, highlight=False)
         while True:
             try:
                 line = _read_line(f"{self.model}> ")
             except EOFError:
                 return
+            except UnicodeDecodeError as error:
+                raise RequestError(f"the input is not UTF-8 text: {error.reason}") from error
             if line.strip() in ("/quit", "/exit"):
                 return
             try:

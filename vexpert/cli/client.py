@@ -10,6 +10,7 @@ from typing import Any
 
 import httpx
 
+from vexpert.config import shown
 from vexpert.errors import ConfigError, RequestError
 
 
@@ -71,12 +72,17 @@ class Client:
         headers = {"Authorization": f"Bearer {api_key}"} if api_key else {}
         limits = httpx.Limits(max_connections=None, max_keepalive_connections=None)
         self._url = base_url(url)
-        self._http = httpx.AsyncClient(
-            base_url=self._url,
-            headers=headers,
-            timeout=httpx.Timeout(600, connect=5),
-            limits=limits,
-        )
+        try:
+            self._http = httpx.AsyncClient(
+                base_url=self._url,
+                headers=headers,
+                timeout=httpx.Timeout(600, connect=5),
+                limits=limits,
+            )
+        except httpx.InvalidURL as error:
+            raise ConfigError(f"url={shown(url)}: {error}") from error
+        except UnicodeEncodeError as error:
+            raise ConfigError("api_key: has characters that no header may have") from error
 
     async def __aenter__(self) -> "Client":
         return self
@@ -107,6 +113,8 @@ class Client:
                     show(reply.take(chunk))
         except httpx.TransportError as error:
             raise self._unreachable(error) from error
+        except UnicodeEncodeError as error:
+            raise RequestError(f"the text is not valid Unicode: {error.reason}") from error
         reply.ended = time.perf_counter()
         return reply
 

@@ -2,6 +2,7 @@
 
 import argparse
 import dataclasses
+import math
 import re
 import sys
 import types
@@ -137,6 +138,17 @@ def add_option(group: Any, spec: Field, hint: Any) -> None:
     shared |= {"nargs": "+"} if isinstance(spec.default, tuple) else {}
     metavar = spec.metadata.get("metavar", usual)
     group.add_argument(_flag(spec), type=kind, choices=choices, metavar=metavar, **shared)
+
+
+def finite(text: str) -> float:
+    """A number that JSON can hold. Raises ArgumentTypeError."""
+    try:
+        value = float(text)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise argparse.ArgumentTypeError(f"{text!r}: use a number")
+    return value
 
 
 def _plain_type(hint: Any) -> type:

@@ -19,6 +19,7 @@ from vexpert.config import EngineConfig
 from vexpert.demo import TOOL_FORMAT, is_demo
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger, set_up_logging
+from vexpert.lora.adapter_name import check_name
 from vexpert.server.interface import LoraModule
 
 if TYPE_CHECKING:
@@ -159,6 +160,7 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket,
     if modules and not config.enable_lora:
         raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
     check_modules(modules, names or (config.model,))
+    config = dataclasses.replace(config, reserved_names=names)
     if args.tool_call_parser is None and is_demo(config.model):
         args.tool_call_parser = TOOL_FORMAT
     _print_config(config, args)
@@ -254,8 +256,7 @@ def check_modules(modules: list[LoraModule], base_names: tuple[str, ...]) -> Non
             raise ConfigError(f"{folder}: no such folder; give an adapter's folder {where}")
         if not (folder / "adapter_config.json").is_file():
             raise ConfigError(f"{folder}: no adapter_config.json in it; not an adapter {where}")
-        if module.name in base_names:
-            raise ConfigError(f"adapter {module.name!r} has the base model's name; rename it")
+        check_name(module.name, frozenset(base_names))
         if module.name in seen:
             raise ConfigError(f"adapter {module.name!r} is given twice; rename one of them")
         seen.add(module.name)

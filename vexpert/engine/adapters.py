@@ -5,7 +5,9 @@ from typing import Any, Protocol
 
 import torch
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, TierUsage, Wait
 
 
@@ -53,6 +55,9 @@ class AdapterSource(Protocol):
     def resolve(self, name: str) -> AdapterRef:
         """The newest version of `name`; AdapterNotFoundError if there is none."""
 
+    def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
+        """Of the newest version of `name`; None: it is to be read first, as `may_read` has it."""
+
     def hold(self, ref: AdapterRef) -> None:
         """A living request uses `ref`: keep its weights, begin to read them where needed."""
 
@@ -86,7 +91,7 @@ class NoAdapters:
     num_slots = 0
 
     def load(self, name: str, path: str | None = None, **options: Any) -> AdapterInfo:
-        raise AdapterError(f"cannot load adapter {name!r}: this engine has enable_lora=False")
+        raise AdapterError(f"cannot load adapter {shown(name)}: this engine has enable_lora=False")
 
     def register(self, name: str, path: str, **options: Any) -> AdapterInfo:
         return self.load(name, path)
@@ -101,6 +106,9 @@ class NoAdapters:
         return TierUsage()
 
     def resolve(self, name: str) -> AdapterRef:
+        raise self._unknown(name)
+
+    def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
         raise self._unknown(name)
 
     def hold(self, ref: AdapterRef) -> None:
@@ -130,4 +138,4 @@ class NoAdapters:
         return None
 
     def _unknown(self, name: str) -> AdapterNotFoundError:
-        return AdapterNotFoundError(f"no adapter {name!r}: this engine has enable_lora=False")
+        return AdapterNotFoundError(f"no adapter {shown(name)}: this engine has enable_lora=False")

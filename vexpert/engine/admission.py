@@ -12,13 +12,13 @@ Not counted: requests of the base model, which need no room; the time until an a
 have come from the disk; and waiting for one's own adapter's cap (`max_running`).
 """
 
-import json
 from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Generic, Protocol, TypeVar
 
 from vexpert.config import shown
 from vexpert.errors import ConfigError
+from vexpert.lora.json_files import parse_json
 from vexpert.lora.types import AdapterRef, Wait
 
 MAX_PASSED = 64
@@ -50,8 +50,8 @@ def parse_weights(text: str | None) -> dict[str, float]:
     if not text:
         return {}
     try:
-        weights = json.loads(text)
-    except json.JSONDecodeError as error:
+        weights = parse_json(text)
+    except (ValueError, RecursionError) as error:
         raise ConfigError(f"lora_weights={shown(text)}: not JSON ({error})") from None
     if not isinstance(weights, dict) or not all(_is_weight(w) for w in weights.values()):
         raise ConfigError(

@@ -87,7 +87,8 @@ def model_names(name: str) -> tuple[str, ...]:
 
 def _base_names(config: EngineConfig, info: ModelInfo) -> frozenset[str]:
     """The names that mean the base model."""
-    return frozenset({info.name, DEMO_NAME} if is_demo(config.model) else {info.name})
+    own = {info.name, DEMO_NAME} if is_demo(config.model) else {info.name}
+    return frozenset({*own, *config.reserved_names})
 
 
 def make_graphs(

@@ -38,7 +38,7 @@ class Completer:
     def _ending(self, sequence: Sequence, token: int) -> Reason | None:
         params = sequence.request.params
         is_eos = token in self._eos_token_ids and not params.ignore_eos
-        is_stop = is_eos or token in params.stop_token_ids
+        is_stop = is_eos or token in sequence.request.stop_token_ids
         if not is_stop or params.include_stop_str_in_output:
             new = sequence.detokenizer.append(token)
             beyond_min = len(sequence.output_token_ids) > params.min_tokens

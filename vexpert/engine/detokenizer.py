@@ -7,6 +7,8 @@ from typing import Any, Protocol
 MAX_HELD = 3  # a character of UTF-8 has at most 4 bytes: 3 may be there before it is complete
 WINDOW = 16  # tokens decoded at once, before the window moves on
 REPLACEMENT = "\ufffd"
+# A U+FFFD that the model wrote, at the end of tokens: plain, as bytes, and as bytes by name.
+WRITTEN = (REPLACEMENT, "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
 
 
 class Tokenizer(Protocol):
@@ -45,10 +47,12 @@ class Detokenizer:
 
     Bytes of a character that is not complete decode to U+FFFD. Up to `MAX_HELD` of these at the
     end of the text are held back until tokens follow; at the end of a sequence they are dropped.
+    One that the model wrote itself is a character as any other.
     """
 
     def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
         self._decode = find_decode(tokenizer, skip_special_tokens)
+        self._pieces_of = getattr(tokenizer, "convert_ids_to_tokens", None)
         self._window: list[int] = []
         self._emitted = 0  # characters of the window's text that have been handed out
         self._border = 0  # tokens of the window up to the last border of a character
@@ -58,7 +62,8 @@ class Detokenizer:
         self._window.append(token)
         text = self._decode(self._window)
         end = len(text)
-        while end > self._emitted and len(text) - end < MAX_HELD and text[end - 1] == REPLACEMENT:
+        most_held = self._most_held(text)
+        while end > self._emitted and len(text) - end < most_held and text[end - 1] == REPLACEMENT:
             end -= 1
         new = text[self._emitted : end]
         self._emitted = max(self._emitted, end)
@@ -67,6 +72,24 @@ class Detokenizer:
         elif end == len(text):
             self._border = len(self._window)
         return new
+
+    def _most_held(self, text: str) -> int:
+        """Characters at the end of the window's text that may become others yet.
+
+        Where a byte has a token of its own, some tokenizers decode a run of them as a whole: half a
+        character behind others makes U+FFFD of them all.
+        """
+        if text[-1:] != REPLACEMENT or self._is_written():
+            return 0
+        is_new = len(self._window) - self._border <= MAX_HELD
+        return len(text) if is_new else MAX_HELD
+
+    def _is_written(self) -> bool:
+        """Whether the window ends with a whole U+FFFD."""
+        if self._pieces_of is None:
+            return False
+        pieces = self._pieces_of(self._window[-MAX_HELD:])
+        return "".join(map(str, pieces)).endswith(WRITTEN)
 
     def _move(self, complete: bool) -> None:
         """Start the window at the last border before this token.

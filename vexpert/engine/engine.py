@@ -33,6 +33,7 @@ from vexpert.engine.scheduler import Chunk, Scheduler
 from vexpert.engine.validation import check_params, check_prompt
 from vexpert.engine.warmup import WarmUp, warm_up
 from vexpert.errors import AdapterNotFoundError, RequestError
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.types import AdapterInfo, AdapterRef
 from vexpert.models.types import ServedModel
 
@@ -132,7 +133,6 @@ class Engine:
         if ref is not None:
             self._adapters.hold(ref)  # last: whatever raises before it holds nothing
         self._requests[request_id] = request
-        self._prompt_tokens += len(tokens)
         for sequence in request.sequences:
             self.scheduler.add(sequence)
 
@@ -155,6 +155,16 @@ class Engine:
             return self._folder_of(self._adapters.resolve(name))
         except AdapterNotFoundError:
             return None
+
+    def adapter_template(self, name: str, may_read: bool = True) -> ChatTemplate | None:
+        """The chat template that the newest version of an adapter was loaded with; in any thread.
+
+        None: it is not read yet, and `may_read` is not set. Without text for an unknown adapter.
+        """
+        try:
+            return self._adapters.chat_template(name, may_read)
+        except AdapterNotFoundError:
+            return ChatTemplate()
 
     def _find_folder(self, ref: AdapterRef) -> str | None:
         versions = {(info.name, info.version): info.path for info in self._adapters.list()}
@@ -271,13 +281,20 @@ class Engine:
             if overrun is not None:
                 self._fail(sequence.request, overrun)
                 continue
-            self._generation_tokens += 1
+            self._count(sequence.request)
             if self._completer.append(sequence, token, logprobs):
                 self.scheduler.finish(sequence)
             elif (overrun := sequence.sampling.overrun()) is not None:
                 self._fail(sequence.request, overrun)
             elif sequence.state is State.RUNNING:
                 self.scheduler.publish(sequence)
+
+    def _count(self, request: Request) -> None:
+        """One more output token; with a request's first, its prompt is processed."""
+        self._generation_tokens += 1
+        if not request.prompt_is_done:
+            request.prompt_is_done = True
+            self._prompt_tokens += len(request.prompt_token_ids)
 
     def _output(self, request: Request) -> RequestOutput:
         output = request_output(request)

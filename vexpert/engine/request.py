@@ -59,6 +59,8 @@ class Request:
         self.prompt_token_ids = prompt_token_ids
         self.params = params
         self.adapter = adapter
+        self.stop_token_ids = frozenset(params.stop_token_ids)  # asked at every token
+        self.prompt_is_done = False  # its first output token has come
         self.sequences: list[Sequence] = []
         self.num_cached_tokens = 0
         self.error: str | None = None

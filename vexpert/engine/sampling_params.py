@@ -9,7 +9,8 @@ from vexpert.errors import RequestError
 
 MAX_STOPS = 64  # each is looked for at every token
 MAX_STOP_CHARACTERS = 1000
-MAX_STOP_TOKENS = 1024  # each token is compared with all of them
+MAX_STOP_TOKENS = 1024
+MAX_BIASES = 1024  # added at every token, row by row
 
 
 def _require(condition: bool, param: str, value: object, rule: str) -> None:
@@ -128,6 +129,8 @@ class SamplingParams:
     def _check_bias(self) -> None:
         biases = self.logit_bias
         _require(isinstance(biases, dict), "logit_bias", biases, "use a dict, {token id: bias}")
+        rule = f"use at most {MAX_BIASES} tokens"
+        _require(len(biases) <= MAX_BIASES, "logit_bias", len(biases), rule)
         for token, bias in biases.items():
             _require(_is_int(token), "logit_bias", {token: bias}, "keys are token ids, integers")
             in_range = _is_number(bias) and -100.0 <= bias <= 100.0

@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vexpert.lora.chat_template import ChatTemplate, shared
 from vexpert.lora.source import Fingerprint, HostCopy
 
 
@@ -54,11 +55,12 @@ ON_DEVICE = frozenset({State.BOTH, State.DEVICE})
 
 @dataclass(frozen=True)
 class Contents:
-    """What is known of a version once it was read."""
+    """What is known of a version once it was read, or its template alone."""
 
     files: Fingerprint
-    rank: int  # largest of its factors
-    warnings: tuple[str, ...]
+    template: ChatTemplate
+    rank: int = 0  # largest of its factors; 0: they were not read yet
+    warnings: tuple[str, ...] = ()
 
 
 @dataclass
@@ -92,9 +94,19 @@ class Life:
         return 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
 
     @property
+    def files(self) -> Fingerprint | None:
+        """As first read; None: not read yet. Later reads must find the same."""
+        return None if self.contents is None else self.contents.files
+
+    @property
     def is_busy(self) -> bool:
         """Whether something writes to its memory, or is about to."""
         return self.state in (State.LOADING, State.COPYING)
+
+    def read_template(self, template: ChatTemplate, files: Fingerprint) -> None:
+        """`template` is known of `files`, unless more is known already."""
+        if self.contents is None:
+            self.contents = Contents(files, shared(template))
 
     def begin_read(self) -> None:
         self._apply(Event.READ_BEGINS)
@@ -102,7 +114,9 @@ class Life:
     def end_read(self, host: HostCopy, seconds: float) -> None:
         """`host`, which lies in `buffer`, is whole after `seconds`."""
         self.host = host
-        self.contents = Contents(host.files, host.packed.rank, host.warnings)
+        known = self.contents
+        template = shared(host.template) if known is None else known.template
+        self.contents = Contents(host.files, template, host.packed.rank, host.warnings)
         self.history.loads += 1
         self.history.load_seconds = seconds
         self._apply(Event.READ_ENDS)

@@ -1,16 +1,12 @@
 """One version of a named adapter: what it is, and what has become of it."""
 
-import unicodedata
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
-from vexpert.config import shown
-from vexpert.errors import AdapterError
 from vexpert.lora.adapter_state import ON_DEVICE, ON_HOST, Life
 from vexpert.lora.source import Source
 from vexpert.lora.types import AdapterInfo, AdapterRef
 
-MAX_NAME = 256  # characters
 SHOWN_NAMES = 20
 
 
@@ -64,20 +60,6 @@ class Version:
             load_seconds=history.load_seconds,
             evictions=history.evictions,
         )
-
-
-def check_name(name: str, reserved: frozenset[str]) -> None:
-    """Raise AdapterError unless `name` may name an adapter."""
-    if not isinstance(name, str):
-        raise AdapterError(f"adapter name {shown(name)}: must be a string")
-    if len(name) > MAX_NAME:
-        raise AdapterError(f"adapter name {shown(name)}: use at most {MAX_NAME} characters")
-    if not name or name != name.strip():
-        raise AdapterError(f"adapter name {name!r}: must be non-empty, with no space at its ends")
-    if any(unicodedata.category(char).startswith("C") for char in name):
-        raise AdapterError(f"adapter name {name!r}: must have no control characters")
-    if name in reserved:
-        raise AdapterError(f"adapter name {name!r} is the base model's: choose another name")
 
 
 def some_names(names: Iterable[str]) -> str:

@@ -7,6 +7,7 @@ import struct
 from typing import Any, NamedTuple
 
 from vexpert.lora.cells import Cells
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.pack import SiteEntry
 from vexpert.lora.site_extras import ExtraEntry
 from vexpert.lora.source import Fingerprint, Source
@@ -37,6 +38,7 @@ class Packed(NamedTuple):
     packed: tuple[tuple[SiteEntry, ...], Cells, int, tuple[ExtraEntry, ...]]  # but for the buffer
     files: Fingerprint
     warnings: tuple[str, ...]
+    template: ChatTemplate
 
 
 class Failed(NamedTuple):

@@ -15,12 +15,13 @@ from vexpert.errors import AdapterError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_state import State
 from vexpert.lora.adapter_version import Version
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.eviction import HostPolicy, may_wait_for_host
 from vexpert.lora.host_memory import HostMemory
 from vexpert.lora.loading import THREADS, LoaderPool
 from vexpert.lora.pack import Allocate
 from vexpert.lora.readers import Readers
-from vexpert.lora.source import AdapterLoader, BaseWeightNeeded, HostCopy
+from vexpert.lora.source import AdapterLoader, BaseWeightNeeded, Fingerprint, HostCopy, changed
 
 logger = get_logger(__name__)
 
@@ -100,11 +101,18 @@ class HostTier:
     def _read(self, version: Version) -> tuple[HostCopy, float]:
         began = time.perf_counter()
         allocate = functools.partial(self._allocate, version)
-        return self._load(version, allocate), time.perf_counter() - began
+        host = self._load(version, allocate)
+        with self.changed:
+            if version.life.files not in (None, host.files):  # its template was read meanwhile
+                raise changed(version.source)
+        return host, time.perf_counter() - began
+
+    def read_template(self, version: Version) -> tuple[ChatTemplate, Fingerprint]:
+        """The chat template of a version that nobody has read, and the state of its files."""
+        return self._loader.read_template(version.source, version.life.files)
 
     def _load(self, version: Version, allocate: Allocate) -> HostCopy:
-        contents = version.life.contents
-        files = None if contents is None else contents.files
+        files = version.life.files
         if self.readers is not None and version.source.folder is not None:
             try:
                 return self.readers.load(version.source, allocate, self._memory, files)

@@ -17,9 +17,11 @@ import torch
 from vexpert.config import EngineConfig, allocating, shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
+from vexpert.lora.adapter_name import check_name
 from vexpert.lora.adapter_state import State
-from vexpert.lora.adapter_version import Version, check_name, some_names
+from vexpert.lora.adapter_version import Version, some_names
 from vexpert.lora.budget import arena_bytes, host_bytes, reader_count, slab_bytes, slot_count
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.device_tier import DeviceTier
 from vexpert.lora.eviction import check_owners, is_in_use
 from vexpert.lora.formats.full import BaseWeight
@@ -192,6 +194,23 @@ class AdapterManager:
         with self._lock:
             return self._find(name).ref
 
+    def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
+        """What the newest version of `name` was loaded with; None: it is to be read, with may_read.
+
+        Its weights are then held to the same state of the files. Raises AdapterNotFoundError,
+        AdapterError.
+        """
+        with self._lock:
+            version = self._find(name)
+            life = version.life
+            if life.error is not None:
+                raise AdapterError(life.error)
+        if life.contents is None and may_read:
+            template, files = self._host.read_template(version)
+            with self._lock:
+                life.read_template(template, files)
+        return None if life.contents is None else life.contents.template
+
     def usage(self) -> TierUsage:
         """What the tiers hold now."""
         with self._lock:
@@ -322,7 +341,7 @@ class AdapterManager:
     def _reserve(self, name: str, source: Source, load_inplace: bool, pinned: bool) -> Version:
         with self._lock:
             if name in self._reserved_now:
-                raise AdapterError(f"adapter {name!r} is being loaded now; wait for it")
+                raise AdapterError(f"adapter {shown(name)} is being loaded now; wait for it")
             if name in self._current and not load_inplace:
                 raise AdapterError(
                     f"adapter {name!r} is already loaded from {str(self._current[name].source)!r}; "

@@ -121,7 +121,7 @@ class _Server:
             return Failed(_portable(error))
         packed = host.packed
         parts = packed.entries, packed.cells, packed.rank, packed.extras
-        return Packed(parts, host.files, host.warnings)
+        return Packed(parts, host.files, host.warnings, host.template)
 
     def _allocate(self, elements: int) -> "torch.Tensor":
         from vexpert.lora.channel import Need

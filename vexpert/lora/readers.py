@@ -85,7 +85,7 @@ class Reader:
         assert isinstance(answer, Packed)
         assert buffer is not None
         packed = PackedAdapter(buffer, *answer.packed)
-        return HostCopy(packed, answer.files, answer.warnings)
+        return HostCopy(packed, answer.files, answer.warnings, answer.template)
 
     def _place(self, elements: int, allocate: Allocate, memory: HostMemory) -> torch.Tensor:
         try:

@@ -11,6 +11,7 @@ import torch
 from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.build_extras import build_extras
+from vexpert.lora.chat_template import ChatTemplate, read_template
 from vexpert.lora.files import NO_FOLDER
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.json_files import check_regular
@@ -19,7 +20,7 @@ from vexpert.lora.opening import limited
 from vexpert.lora.pack import Allocate, PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
 
-FILE_TYPES = {".json", ".safetensors", ".bin", ".pt"}
+FILE_TYPES = {".json", ".safetensors", ".bin", ".pt", ".jinja"}
 
 
 class AdapterReader(Protocol):
@@ -116,6 +117,7 @@ class HostCopy:
     packed: PackedAdapter
     files: Fingerprint
     warnings: tuple[str, ...]
+    template: ChatTemplate
 
 
 class BaseWeightNeeded(Exception):
@@ -125,6 +127,14 @@ class BaseWeightNeeded(Exception):
 def no_base_weight(name: str) -> torch.Tensor | None:
     """Stands for the base model's weights where there are none: raises BaseWeightNeeded."""
     raise BaseWeightNeeded(name)
+
+
+def changed(source: Source) -> AdapterError:
+    """The error of a version whose files are others now."""
+    return AdapterError(
+        f"the files of {str(source)!r} changed or vanished since the adapter was loaded; "
+        "load it again with load_inplace to serve what is there now"
+    )
 
 
 @dataclass(frozen=True)
@@ -158,10 +168,8 @@ class AdapterLoader:
     def _load(self, source: Source, allocate: Allocate, expected: Fingerprint | None) -> HostCopy:
         files = source.observe()
         if expected is not None and files != expected:
-            raise AdapterError(
-                f"the files of {str(source)!r} changed or vanished since the adapter was loaded; "
-                "load it again with load_inplace to serve what is there now"
-            )
+            raise changed(source)
+        template = ChatTemplate() if source.folder is None else read_template(source.folder)
         weights = self.reader(
             source.place,
             self.targets,
@@ -171,7 +179,20 @@ class AdapterLoader:
         packed = self._pack(weights, allocate)
         if source.observe() != files:
             raise AdapterError(f"the files of {str(source)!r} changed while read; load it again")
-        return HostCopy(packed, files, weights.warnings)
+        return HostCopy(packed, files, weights.warnings, template)
+
+    def read_template(
+        self, source: Source, expected: Fingerprint | None
+    ) -> tuple[ChatTemplate, Fingerprint]:
+        """The template of `source` alone, and the state of its files. AdapterError as in `load`."""
+        if source.folder is None:
+            return ChatTemplate(), ()
+        with limited(source.folder, self.roots):
+            files = source.observe()
+            template = read_template(source.folder)
+            if files != (source.observe() if expected is None else expected):
+                raise changed(source)
+            return template, files
 
     def _pack(self, weights: AdapterWeights, allocate: Allocate) -> PackedAdapter:
         extras = {}

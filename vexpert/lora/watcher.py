@@ -136,7 +136,7 @@ def _files(folder: Path) -> Fingerprint:
                     found.append(file_state(entry.name, stat))
     except OSError:
         return ()  # removed while it was looked at, or not ours to read
-    has_weights = any(name != CONFIG_NAME and not name.endswith(".json") for name in names)
+    has_weights = any(not name.endswith((".json", ".jinja")) for name in names)
     return tuple(sorted(found)) if CONFIG_NAME in names and has_weights else ()
 
 

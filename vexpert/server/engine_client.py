@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from vexpert.engine.validation import check_params
 from vexpert.errors import RequestError, VexpertError
 from vexpert.log import get_logger
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.server.beside import beside
 from vexpert.server.deltas import read_plain, read_update
 from vexpert.server.engine_link import Link
@@ -196,7 +197,6 @@ class AsyncEngine:
         except Exception:
             self._forget(key)
             raise
-        self.recorder.added(tracker)
 
     def abort(self, request_id: str) -> None:
         """Drop a request before the next step; harmless when it is finished or unknown."""
@@ -229,6 +229,10 @@ class AsyncEngine:
         """Folder of the newest version of an adapter; None if there is none."""
         folder: str | None = await self._call("adapter_folder", name)
         return folder
+
+    async def adapter_template(self, name: str) -> ChatTemplate:
+        """The chat template that an adapter was loaded with. Raises AdapterError."""
+        return ChatTemplate(*await self._call("adapter_template", name))
 
     async def versions(self) -> "list[AdapterInfo]":
         """Every version of every adapter, errored and draining ones too."""

@@ -34,6 +34,7 @@ logger = get_logger(__name__)
 
 IDLE_CHECK = 5.0  # seconds without work after which the engine's integrity is checked, once
 ADAPTER_CALLS = 16  # at once, each waiting for a disk most of the time
+TEMPLATE_READS = 4  # at once
 SEND_BUFFER = 2**22  # bytes; the system may grant less
 
 
@@ -69,6 +70,7 @@ class EngineLoop:
         self._is_idle = True
         self._constraints = Constraints(self._reply)
         self._calling = DaemonPool(ADAPTER_CALLS, "vexpert-adapter-call")
+        self._reading = DaemonPool(TEMPLATE_READS, "vexpert-template-file")
         self._progress: dict[int, Progress] = {}  # by key; of the engine's thread alone
         self._keys: dict[str, int] = {}
         self._unchecked = True  # steps have run since the last look at the engine's integrity
@@ -106,6 +108,7 @@ class EngineLoop:
         finally:
             self._constraints.close()
             self._calling.close()
+            self._reading.close()
         for progress in self._progress.values():
             engine.abort(progress.request_id)
         return True
@@ -145,12 +148,25 @@ class EngineLoop:
             self._constraints.submit(self.engine, message[1], fields, key)
         elif message[0] == "call" and message[2] in QUICK:
             self._answer(*message[1:])
+        elif message[0] == "call" and message[2] == "adapter_template":
+            self._tell_template(*message[1:])
         elif message[0] == "call" and message[2] in BESIDE:
             self._calling.submit(self._answer, *message[1:])
         else:
             with self._wake:
                 self._commands.append(message)
                 self._wake.notify()
+
+    def _tell_template(self, call: int, method: str, arguments: list[Any]) -> None:
+        """At once where it is known, as nearly always; else once it is read, behind no load."""
+        try:
+            is_known = self.engine.adapter_template(arguments[0], may_read=False) is not None
+        except VexpertError:
+            is_known = True  # the call says the same
+        if is_known:
+            self._answer(call, method, arguments)
+        else:
+            self._reading.submit(self._answer, call, method, arguments)
 
     def _answer(self, call: int, method: str, arguments: list[Any]) -> None:
         """Run a method and reply; any thread."""
@@ -236,9 +252,17 @@ def _unload(engine: EngineProtocol, name: str, drain_seconds: float | None) -> N
     engine.unload_adapter(name, drain_seconds=drain_seconds)
 
 
+def _template(engine: EngineProtocol, name: str) -> tuple[str | None, str | None]:
+    """(text, fault)."""
+    found = engine.adapter_template(name)
+    assert found is not None, name
+    return found.text, found.fault
+
+
 METHODS: dict[str, Callable[..., Any]] = {
     "adapters": lambda engine: [info_fields(info) for info in engine.adapters()],
     "adapter_folder": lambda engine, name: engine.adapter_folder(name),
+    "adapter_template": _template,
     "load": _load,
     "unload": _unload,
     "stats": lambda engine: stats_fields(engine.stats()),

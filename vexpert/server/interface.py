@@ -9,6 +9,7 @@ if TYPE_CHECKING:
     from vexpert.config import EngineConfig
     from vexpert.engine.outputs import EngineStats, RequestOutput
     from vexpert.engine.sampling_params import SamplingParams
+    from vexpert.lora.chat_template import ChatTemplate
     from vexpert.lora.info import AdapterInfo
     from vexpert.models.types import ModelInfo
 
@@ -53,6 +54,9 @@ class EngineProtocol(Protocol):
 
     def adapter_folder(self, name: str) -> str | None:
         """Folder of the newest version of an adapter; None if there is none."""
+
+    def adapter_template(self, name: str, may_read: bool = True) -> "ChatTemplate | None":
+        """The chat template that an adapter was loaded with; None: it must be read first."""
 
     def add_request(
         self,

@@ -43,16 +43,12 @@ def completion_logprobs(
     rows: Sequence[LogprobRow | None],
     texts: Sequence[str],
     count: int,
-    offset: int,
+    offsets: Sequence[int],
 ) -> dict[str, Any]:
-    """`logprobs` of a text choice; `offset` is where the first token's text begins.
+    """`logprobs` of a text choice; `offsets`: where each token's text begins.
 
     A row is None for the first token of a prompt, which has no log-probability.
     """
-    offsets = []
-    for text in texts:
-        offsets.append(offset)
-        offset += len(text)
     return {
         "tokens": list(texts),
         "token_logprobs": [
@@ -63,7 +59,7 @@ def completion_logprobs(
             None if row is None else _top(row, token, count)
             for token, row in zip(token_ids, rows, strict=True)
         ],
-        "text_offset": offsets,
+        "text_offset": list(offsets),
     }
 
 

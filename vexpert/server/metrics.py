@@ -138,7 +138,7 @@ class Metrics:
             requests.add_metric([adapter, reason], count)
         yield requests
         for name, help, counts in (
-            ("prompt_tokens", "Prompt tokens accepted", self._recorder.prompt_tokens),
+            ("prompt_tokens", "Prompt tokens processed", self._recorder.prompt_tokens),
             ("generation_tokens", "Tokens generated", self._recorder.generation_tokens),
         ):
             family = CounterMetricFamily(

@@ -98,7 +98,9 @@ class BodyLimitMiddleware:
             return
         refused = self._refusal(scope)
         if refused is not None:
-            await error_response(refused)(scope, receive, send)
+            response = error_response(refused)
+            response.headers["Connection"] = "close"  # where the next request begins is unknown
+            await response(scope, receive, send)
             return
         seen, is_complete, chunks = 0, False, list[bytes]()
         end = asyncio.get_running_loop().time() + self.seconds
@@ -131,6 +133,9 @@ class BodyLimitMiddleware:
         length = _header(scope, b"content-length")
         if length.isdigit() and int(length) > self.limit:
             return self._error()
+        if length and _header(scope, b"transfer-encoding"):
+            both = "Content-Length and Transfer-Encoding together: send one of them"
+            return ApiError(both, 400)
         coding = _header(scope, b"content-encoding").strip().lower()
         if coding not in (b"", b"identity"):
             return ApiError("Content-Encoding: bodies are read as they are; send no other", 415)

@@ -2,16 +2,17 @@
 
 import asyncio
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
 from vexpert.engine.template_errors import TEMPLATE_ERRORS
 from vexpert.errors import RequestError
+from vexpert.lora.chat_template import ChatTemplate
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.interface import EngineFacts, Tokenizer
 from vexpert.server.protocol.message import Message
 from vexpert.server.renderer import Renderer
-from vexpert.server.templates import adapter_template
+from vexpert.server.structure import excess
 
 T = TypeVar("T")
 ToolList = Sequence[dict[str, Any]]
@@ -24,6 +25,9 @@ class Prompt:
 
     text: str | None
     token_ids: list[int]
+    starts: list[int] | None = (
+        None  # where each token begins in `text`, if that was asked and is known
+    )
 
 
 class Conversation(Protocol):
@@ -33,6 +37,21 @@ class Conversation(Protocol):
     add_generation_prompt: bool | None
     add_special_tokens: bool | None
     chat_template_kwargs: dict[str, Any] | None
+
+
+@dataclass(frozen=True)
+class Own:
+    """An adapter's chat template, and who asks to have it rendered."""
+
+    template: ChatTemplate
+    caller: str = ""
+
+    def text(self) -> str | None:
+        """None: the adapter ships no template. Raises RequestError for one that cannot be read."""
+        if self.template.fault is not None:
+            message = f"the adapter's chat template {self.template.fault}"
+            raise RequestError(message, "model")
+        return self.template.text
 
 
 class PromptBuilder:
@@ -46,51 +65,48 @@ class PromptBuilder:
         tokenizer: Tokenizer,
         facts: EngineFacts,
         chat_template: str | None = None,
-        roots: tuple[str, ...] = (),
     ) -> None:
-        """`chat_template`: in place of the tokenizer's own; `roots`: see `adapter_template`."""
-        self._roots = roots
+        """`chat_template`: in place of the tokenizer's own."""
         self._chat_template = chat_template
         self._tokenizer = tokenizer
         self._vocab_size = facts.vocab_size
         self._max_model_len = facts.max_model_len
         self._thread = DaemonPool(1, "vexpert-tokenizer")
-        self._files = DaemonPool(4, "vexpert-template-file")
         self._renderer = Renderer(BYTES_PER_TOKEN * facts.max_model_len)
 
     def close(self) -> None:
         self._thread.close()
-        self._files.close()
         self._renderer.close()
 
     async def chat(
-        self, body: Conversation, folder: str | None = None, tools: ToolList = (), opening: str = ""
+        self, body: Conversation, own: Own | None = None, tools: ToolList = (), opening: str = ""
     ) -> Prompt:
         """The prompt of a conversation. Raises RequestError.
 
-        `folder` is the adapter's, whose own chat template counts if it ships one; `tools` are as
-        templates take them; the prompt ends with `opening`.
+        `own`: the adapter's template, which counts if it has one. `tools` are as templates take
+        them; the prompt ends with `opening`.
         """
-        own = None
-        if folder is not None:
-            reading = self._files.submit(adapter_template, folder, self._roots)
-            own = await asyncio.wrap_future(reading)
-        self._check_template(own, tools)
-        if own is None:
+        template = None if own is None else own.text()
+        self._check_template(template, tools)
+        if own is None or template is None:
             text = await self._on_thread(self._render, body, tools)
         else:
-            variables = self._variables(body, tools)
-            text = await asyncio.wrap_future(self._renderer.submit(own, variables))
+            variables = await self._on_thread(self._variables, body, tools)
+            rendering = self._renderer.submit(template, variables, own.caller)
+            text = await asyncio.wrap_future(rendering)
         return await self._on_thread(self._whole, text + opening, bool(body.add_special_tokens))
 
     async def _on_thread(self, function: Callable[..., T], *arguments: Any) -> T:
         return await asyncio.wrap_future(self._thread.submit(function, *arguments))
 
     async def plain(
-        self, prompts: Sequence[str | list[int]], add_special_tokens: bool
+        self,
+        prompts: Sequence[str | list[int]],
+        add_special_tokens: bool,
+        with_starts: bool = False,
     ) -> list[Prompt]:
         """Prompts of plain texts or token ids. Raises RequestError."""
-        return await self._on_thread(self._plain, prompts, add_special_tokens)
+        return await self._on_thread(self._plain, prompts, add_special_tokens, with_starts)
 
     def _check_template(self, own: str | None, tools: ToolList) -> None:
         """Raise RequestError where there is no template, or it takes no tools."""
@@ -107,9 +123,10 @@ class PromptBuilder:
         given = self._chat_template
         options: dict[str, Any] = {} if given is None else {"chat_template": given}
         options |= {"tools": list(tools)} if tools else {}
+        messages = _messages(body)
         try:
             text = self._tokenizer.apply_chat_template(
-                _messages(body),
+                messages,
                 tokenize=False,
                 add_generation_prompt=_is_prompting(body),
                 **options,
@@ -135,13 +152,33 @@ class PromptBuilder:
     def _whole(self, text: str, add_special_tokens: bool) -> Prompt:
         return Prompt(text, self._encode(text, add_special_tokens, "messages"))
 
-    def _plain(self, prompts: Sequence[str | list[int]], add_special_tokens: bool) -> list[Prompt]:
-        return [
+    def _plain(
+        self, prompts: Sequence[str | list[int]], add_special_tokens: bool, with_starts: bool
+    ) -> list[Prompt]:
+        made = [
             Prompt(prompt, self._encode(prompt, add_special_tokens, "prompt"))
             if isinstance(prompt, str)
             else Prompt(None, self._check_ids(prompt))
             for prompt in prompts
         ]
+        if not with_starts:
+            return made
+        return [replace(each, starts=self._starts(each, add_special_tokens)) for each in made]
+
+    def _starts(self, prompt: Prompt, add_special_tokens: bool) -> list[int] | None:
+        """Where the tokens begin; None where only their own texts can tell."""
+        backend = getattr(self._tokenizer, "backend_tokenizer", None)
+        if prompt.text is None or backend is None:
+            return None
+        # Of a batch: for that alone others may run meanwhile.
+        [encoding] = backend.encode_batch([prompt.text], add_special_tokens=add_special_tokens)
+        if encoding.ids != prompt.token_ids:
+            return None
+        starts, place = [], 0
+        for start, end in encoding.offsets:  # (0, 0): a token of no text
+            starts.append(max(place, start))
+            place = max(place, end)
+        return starts
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         try:
@@ -182,7 +219,12 @@ class PromptBuilder:
 
 
 def _messages(body: Conversation) -> list[dict[str, Any]]:
-    """Raises RequestError for a call whose arguments are no object."""
+    """Raises RequestError for a call whose arguments are no object, or too much at once."""
+    calls = (call for message in body.messages for call in message.tool_calls or ())
+    texts = [call.function.arguments.encode("utf-8", "surrogatepass") for call in calls]
+    if (too_much := excess(texts)) is not None:
+        message = f"messages: the arguments of tool_calls have more than {too_much}"
+        raise RequestError(message, "messages")
     try:
         return [message.for_template() for message in body.messages]
     except ValueError as error:

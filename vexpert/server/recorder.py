@@ -52,10 +52,6 @@ class Recorder:
         default_factory=lambda: defaultdict(float)
     )
 
-    def added(self, tracker: Tracker) -> None:
-        """A request was accepted."""
-        self.prompt_tokens[self.labels.of(tracker.adapter)] += tracker.num_prompt_tokens
-
     def stepped(self, tracker: Tracker, new_tokens: int, now: float) -> None:
         """A request gained `new_tokens` tokens over its n completions at `now`, perf_counter."""
         if new_tokens == 0:
@@ -64,6 +60,7 @@ class Recorder:
         if tracker.last_token is None:
             self.first_token.observe(now - tracker.arrival)
             self.first_tokens[label] += 1
+            self.prompt_tokens[label] += tracker.num_prompt_tokens
             self.first_token_seconds[label] += now - tracker.arrival
         else:
             self.between_tokens.observe(now - tracker.last_token)

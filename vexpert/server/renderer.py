@@ -6,22 +6,29 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
-from collections import OrderedDict
 from concurrent.futures import Future
 from typing import Any
 
 from vexpert.errors import RequestError
 from vexpert.log import get_logger
 from vexpert.server.daemon_pool import DaemonPool
+from vexpert.server.refusals import Refusals, name_of
 
 logger = get_logger(__name__)
 PROCESSES = 2
 SECONDS = 2.0  # of the processor, for one rendering
 WAIT_SECONDS = 30.0  # by the clock, for a process that is stopped or gets no processor
-REFUSED_SECONDS = 60.0  # in which a template that ran out of its bounds is not tried again
-REMEMBERED = 1024
+ORDINARY = {  # what a template must be able to render
+    "messages": [{"role": "user", "content": "Hello"}],
+    "tools": None,
+    "documents": None,
+    "add_generation_prompt": True,
+    "bos_token": "",
+    "eos_token": "",
+    "pad_token": "",
+    "unk_token": "",
+}
 COMMAND = "from vexpert.server.template_worker import main; main()"
 KEPT_VARIABLES = ("PATH", "LANG", "LC_ALL", "TZ")  # of the environment: no keys for strangers
 
@@ -93,7 +100,7 @@ def _end(process: "subprocess.Popen[str]") -> None:
 
 
 class Renderer:
-    """Renders templates, PROCESSES at once. One out of bounds is refused for a while after it."""
+    """Renders templates, PROCESSES at once. What led out of bounds is refused for a while."""
 
     def __init__(self, most: int, seconds: float = SECONDS) -> None:
         """`most`: characters that a template may write; `seconds`: what it may take."""
@@ -101,12 +108,15 @@ class Renderer:
         self._pool = DaemonPool(PROCESSES, "vexpert-template")
         self._local = threading.local()
         self._workers: list[_Worker] = []
-        self._refused: OrderedDict[str, float] = OrderedDict()  # until when, monotonic
+        self._refusals = Refusals()
         self._lock = threading.Lock()
 
-    def submit(self, template: str, variables: dict[str, Any]) -> "Future[str]":
-        """The text of `template`; RequestError if it refuses `variables` or leaves its bounds."""
-        return self._pool.submit(self._render, template, variables)
+    def submit(self, template: str, variables: dict[str, Any], caller: str = "") -> "Future[str]":
+        """The text of `template`; RequestError if it refuses `variables` or leaves its bounds.
+
+        `caller`: who gave the variables.
+        """
+        return self._pool.submit(self._render, template, variables, caller)
 
     def close(self) -> None:
         """End the processes."""
@@ -115,19 +125,33 @@ class Renderer:
             for worker in self._workers:
                 worker.close()
 
-    def _render(self, template: str, variables: dict[str, Any]) -> str:
-        if self._is_refused(template):
-            rule = "it left its bounds a moment ago; mend it, or try again in a minute"
-            raise _refusal(rule)
-        answer = self._worker().ask(json.dumps([template, variables, self._most]))
+    def _render(self, template: str, variables: dict[str, Any], caller: str) -> str:
+        given = json.dumps(variables)
+        why = self._refusals.why(name_of(template), caller, len(given))
+        if why is not None:
+            raise _refusal(why)
+        answer = self._worker().ask(self._task(template, given))
         if answer is None:
-            self._refuse(template)
+            self._blame(template, caller, len(given))
             rule = f"it takes more than {self._seconds:g} seconds, or too much memory"
-            logger.warning("an adapter's chat template is ended: %s", rule)
             raise _refusal(rule)
         if "error" in answer:
             raise _refusal(answer["error"])
         return answer["text"]
+
+    def _task(self, template: str, given: str) -> str:
+        return f"[{json.dumps(template)}, {given}, {self._most}]"
+
+    def _blame(self, template: str, caller: str, size: int) -> None:
+        """After a rendering that left its bounds: find out who is at fault."""
+        name = name_of(template)
+        is_sound = self._refusals.is_sound(name)
+        if is_sound or self._worker().ask(self._task(template, json.dumps(ORDINARY))) is not None:
+            self._refusals.blame_caller(name, caller, size)
+            logger.warning("a caller's messages took an adapter's chat template out of bounds")
+        else:
+            self._refusals.blame_template(name)
+            logger.warning("an adapter's chat template is out of bounds with any messages")
 
     def _worker(self) -> _Worker:
         """The one of this thread."""
@@ -137,16 +161,6 @@ class Renderer:
             with self._lock:
                 self._workers.append(worker)
         return worker
-
-    def _is_refused(self, template: str) -> bool:
-        with self._lock:
-            return self._refused.get(template, 0.0) > time.monotonic()
-
-    def _refuse(self, template: str) -> None:
-        with self._lock:
-            self._refused[template] = time.monotonic() + REFUSED_SECONDS
-            if len(self._refused) > REMEMBERED:
-                self._refused.popitem(last=False)
 
 
 def _refusal(rule: str) -> RequestError:

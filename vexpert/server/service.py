@@ -8,6 +8,7 @@ from starlette.requests import Request
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError, ConfigError
+from vexpert.lora.adapter_name import check_name
 from vexpert.lora.opening import resolved_inside
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deadlines import Unanswered
@@ -17,7 +18,7 @@ from vexpert.server.interface import EngineHost
 from vexpert.server.keys import METRICS, warn_of_unknown
 from vexpert.server.options import ServerOptions
 from vexpert.server.progress import ShuttingDownError
-from vexpert.server.prompts import PromptBuilder
+from vexpert.server.prompts import Own, PromptBuilder
 from vexpert.server.recorder import Recorder
 from vexpert.server.requests_log import NOTE
 from vexpert.server.scrape import Scraper
@@ -43,8 +44,7 @@ class Service:
         limits = options.max_queue_len, options.keep_alive, options.engine_restarts
         self.engine = AsyncEngine(host, self.recorder, *limits, options.step_timeout)
         self.facts = host.facts
-        texts = options.chat_template, options.allowed_adapter_roots
-        self.prompts = PromptBuilder(host.tokenizer, self.facts, *texts)
+        self.prompts = PromptBuilder(host.tokenizer, self.facts, options.chat_template)
         self.traces = make_traces(options.otlp_traces_endpoint)
         self.base_names = options.served_model_names or (self.facts.name,)
         self.scraper = Scraper(self.engine, self.base_names[0], self.recorder)
@@ -52,9 +52,18 @@ class Service:
         self.keys = options.keys()
         limited = [names for names in self.keys.values() if names is not None]
         warn_of_unknown(limited, (*self.base_names, *self.facts.adapters))
-        for name in self.facts.adapters:
-            if name in self.base_names:
-                raise ConfigError(f"adapter {name!r} has the name of the base model; rename it")
+        for name in self.base_names:
+            if name == METRICS:
+                raise ConfigError(f"served_model_name={name!r}: stands for that page; rename it")
+        try:
+            for name in self.facts.adapters:
+                self.check_name(name)
+        except AdapterError as error:
+            raise ConfigError(str(error)) from error
+
+    def check_name(self, name: str) -> None:
+        """Raise AdapterError for an adapter's name that means something else here."""
+        check_name(name, frozenset(self.base_names))
 
     def cut(self, message: str) -> None:
         """End every request: 503 that says `message`, or an error event in a stream."""
@@ -62,35 +71,32 @@ class Service:
             request.end(ShuttingDownError(message))
         self.engine.cut(message)
 
-    async def adapter_of(self, model: str) -> str | None:
+    def adapter_of(self, model: str) -> str | None:
         """The adapter that `model` names, alone or as BASE:ADAPTER; None: the base model."""
         if model in self.base_names:
             return None
-        for base in self.base_names:
-            prefix = f"{base}:"
-            if model.startswith(prefix) and await self.engine.adapter_folder(model) is None:
-                return model.removeprefix(prefix)
-        return model
+        bases = [base for base in self.base_names if model.startswith(f"{base}:")]
+        return model.removeprefix(f"{max(bases, key=len)}:") if bases else model
 
     def tool_format(self) -> ToolFormat | None:
         """How the model writes tool calls, if the server was told."""
         name = self.options.tool_call_parser
         return None if name is None else FORMATS[name]
 
-    async def admit(self, request: Request, model: str, sequences: int = 1) -> None:
+    def admit(self, request: Request, model: str, sequences: int = 1) -> None:
         """Raise ApiError if this key may not use `model`, OverloadedError if the queue is full."""
         request.scope[NOTE].model = model
-        await self.check_allowed(request, model)
+        self.check_allowed(request, model)
         self.engine.check_room(sequences)
 
-    async def check_allowed(self, request: Request, model: str) -> None:
+    def check_allowed(self, request: Request, model: str) -> None:
         """Raise ApiError if the request's API key is not for `model`."""
         allowed = allowed_models(request)
         if allowed is None:
             return
-        name = await self.adapter_of(model)
+        name = self.adapter_of(model)
         names = set(self.base_names) if name is None else {name}
-        if not names & allowed:
+        if not names & (allowed - {METRICS}):
             message = f"this API key may not use model {shown(model)}"
             raise ApiError(message, 403, "model", "model_not_allowed")
 
@@ -134,6 +140,12 @@ class Service:
             message = f"{error}; {start}"
             raise ApiError(message, 400, "lora_path") from error
 
+    async def own_template(self, request: Request, adapter: str | None) -> Own | None:
+        """The chat template of `adapter`, if there is one. Raises AdapterError."""
+        if adapter is None:
+            return None
+        return Own(await self.engine.adapter_template(adapter), _caller(request))
+
     async def names(self) -> list[str]:
         """Every name a request may use: base names, then adapters."""
         return [*self.base_names, *(info.name for info in await self.engine.adapters())]
@@ -165,6 +177,12 @@ def _is_folder(path: Path) -> bool:
         return path.is_dir()
     except (OSError, ValueError):
         return False
+
+
+def _caller(request: Request) -> str:
+    """Who asks: by the API key, or by the address on a server without keys."""
+    key = request.headers.get("authorization") if "vexpert_models" in request.scope else None
+    return key or ("" if request.client is None else request.client.host)
 
 
 def allowed_models(request: Request) -> frozenset[str] | None:

@@ -3,9 +3,11 @@
 from collections.abc import Sequence
 from typing import Any
 
+from vexpert.config import shown
 from vexpert.errors import nearest
 from vexpert.server.protocol.fields import known_fields, known_models, routes_with
 
+MOST_NAME = 200  # characters
 NOT_AN_OBJECT = "the body must be a JSON object, sent with Content-Type: application/json"
 
 
@@ -23,11 +25,11 @@ def explain(errors: Sequence[Any]) -> tuple[str, str | None]:
         return (str(error["msg"]) if error["type"] == "refused" else NOT_AN_OBJECT), None
     name = _dotted(path)
     if error["type"] == "extra_forbidden":
-        return f"unknown field {name!r}{_hint(str(path[-1]))}", name
+        return f"unknown field {shown(name)}{_hint(str(path[-1]))}", name
     if error["type"] == "missing":
-        return f"field {name!r} is missing", name
+        return f"field {shown(name)} is missing", name
     message = str(error["msg"])
-    return f"{name}: {message[:1].lower()}{message[1:]}", name
+    return f"{_short(name)}: {message[:1].lower()}{message[1:]}", name
 
 
 def _fields(error: Any) -> list[str | int]:
@@ -49,6 +51,11 @@ def _is_branch(part: object) -> bool:
 def _dotted(path: list[str | int]) -> str:
     name = "".join(f"[{part}]" if isinstance(part, int) else f".{part}" for part in path)
     return name.removeprefix(".")
+
+
+def _short(name: str) -> str:
+    """A name may be a client's own, as a key of metadata is."""
+    return name if len(name) <= MOST_NAME else f"{name[:MOST_NAME]}..."
 
 
 def _hint(name: str) -> str:

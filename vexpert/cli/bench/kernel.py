@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from vexpert.cli.parser import finite
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import DTYPES
 from vexpert.errors import ConfigError
@@ -32,7 +33,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--classic", action="store_true", help="the path of one adapter after another as well"
     )
     group.add_argument(
-        "--bandwidth", type=float, default=4.3, metavar="TB/s", help="of the byte floors"
+        "--bandwidth", type=finite, default=4.3, metavar="TB/s", help="of the byte floors"
     )
     group.add_argument(
         "--compile-only", action="store_true", help="compile what the cases launch, measure nothing"
@@ -58,7 +59,7 @@ def _add_cases(group: Any) -> None:
     group.add_argument("--adapters", nargs="+", type=int, metavar="N", help="in one batch")
     group.add_argument("--tokens", nargs="+", type=int, metavar="N", help="rows of the layer")
     group.add_argument(
-        "--base-shares", nargs="+", type=float, metavar="X", help="of tokens without adapter"
+        "--base-shares", nargs="+", type=finite, metavar="X", help="of tokens without adapter"
     )
     group.add_argument(
         "--popularities",

@@ -10,7 +10,7 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from vexpert.cli.parser import add_engine_options, engine_config
+from vexpert.cli.parser import add_engine_options, engine_config, finite
 from vexpert.cli.progress import progress
 from vexpert.cli.serve import add_lora_modules, resolve_model
 from vexpert.cli.threads import limit_spinning
@@ -52,7 +52,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     group.add_argument("--popularity", default="distinct", help="of adapters: distinct (default),"
                        " uniform, zipf, identical")  # fmt: skip
-    group.add_argument("--base-share", type=float, default=0.0, metavar="X", help="of requests")
+    group.add_argument("--base-share", type=finite, default=0.0, metavar="X", help="of requests")
     group.add_argument("--lora-rank", type=int, default=16, metavar="N", help="with --shape")
     group.add_argument("--repeats", type=int, default=3, metavar="N", help="the median counts")
     group.add_argument("--json", metavar="FILE", help="the last line's object")

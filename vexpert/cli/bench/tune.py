@@ -6,6 +6,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexpert.cli.bench.kernel import find_device
+from vexpert.cli.parser import finite
 from vexpert.config import DTYPES
 from vexpert.errors import ConfigError
 
@@ -29,7 +30,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     group.add_argument("--ranks", nargs="+", type=int, default=[16], metavar="N")
     group = parser.add_argument_group("method")
     group.add_argument("--dtype", choices=DTYPES, default="auto", help="auto: bfloat16")
-    group.add_argument("--minutes", type=float, default=10.0, metavar="X", help="at most")
+    group.add_argument("--minutes", type=finite, default=10.0, metavar="X", help="at most")
     group.add_argument("--repeats", type=int, default=11, metavar="N", help="the median counts")
     group.add_argument(
         "--processes", type=int, metavar="N", help="that compile; default: as cores, at most 15"

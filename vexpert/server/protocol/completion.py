@@ -4,6 +4,7 @@ from typing import Annotated, Any, ClassVar
 
 from pydantic import BeforeValidator
 
+from vexpert.config import shown
 from vexpert.errors import RequestError
 from vexpert.server.protocol.fields import Count, Int64, ListOf, Positive, TopCount, only, refusal
 from vexpert.server.protocol.sampling import SamplingFields
@@ -11,6 +12,7 @@ from vexpert.server.protocol.sampling import SamplingFields
 DEFAULT_MAX_TOKENS = 16  # OpenAI's
 MAX_PROMPTS = 1024
 MAX_COMPLETIONS = 1024  # of all prompts together: each is a sequence of the engine
+LARGEST_ID = 2**63
 PROMPT_FORMS = "use a string, a list of strings, a list of token ids, or a list of such lists"
 
 
@@ -21,6 +23,8 @@ def check_prompt(value: Any) -> Any:
         raise refusal(PROMPT_FORMS)
     if not (_all(items, str) or _all(items, int) or _all_token_lists(items)):
         raise refusal(PROMPT_FORMS)
+    for tokens in [items] if isinstance(items[0], int) else items:
+        _check_range(tokens)
     if not isinstance(items[0], int) and len(items) > MAX_PROMPTS:
         raise refusal(f"{len(items)} prompts in one request; send at most {MAX_PROMPTS}")
     return value
@@ -28,6 +32,14 @@ def check_prompt(value: Any) -> Any:
 
 def _all(items: list[Any], kind: type) -> bool:
     return all(type(item) is kind for item in items)
+
+
+def _check_range(tokens: str | list[int]) -> None:
+    """By a bound far above all vocabularies: pydantic would tell of another of the four forms."""
+    if not isinstance(tokens, str):
+        for token in (min(tokens), max(tokens)):
+            if not -LARGEST_ID <= token < LARGEST_ID:
+                raise refusal(f"{shown(token)} is no token id")
 
 
 def _all_token_lists(items: list[Any]) -> bool:

@@ -64,6 +64,27 @@ def at_most(count: int) -> BeforeValidator:
     return BeforeValidator(check)
 
 
+def is_small(value: Any, most_values: int, most_text: int, depth: int) -> bool:
+    """Whether a JSON value holds no more values, and characters, and is no deeper."""
+    level = [value]
+    values = text = 0
+    while level and depth >= 0:
+        values += len(level)
+        text += sum(len(each) for each in level if isinstance(each, str))
+        named = [each for each in level if isinstance(each, dict)]
+        text += sum(len(name) for each in named for name in each)
+        inner = sum(len(each) for each in level if isinstance(each, dict | list))
+        if values + inner > most_values or text > most_text:
+            return False
+        parts = [
+            each.values() if isinstance(each, dict) else each
+            for each in level
+            if isinstance(each, dict | list)
+        ]
+        level, depth = [value for part in parts for value in part], depth - 1
+    return not level
+
+
 def first_wrong(*kinds: type) -> BeforeValidator:
     """Of an object with a value of another type, leave that one: pydantic would tell all."""
 

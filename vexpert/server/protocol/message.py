@@ -5,8 +5,16 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, model_validator
 
+from vexpert.config import shown
 from vexpert.errors import RequestError
-from vexpert.server.protocol.fields import ListOf, StrictModel, at_most, only, refusal
+from vexpert.server.protocol.fields import (
+    ListOf,
+    StrictModel,
+    at_most,
+    is_small,
+    only,
+    refusal,
+)
 from vexpert.server.protocol.tools import ToolCall
 
 OLD_FUNCTIONS = "the old function calls are not served; use tools"
@@ -20,12 +28,23 @@ RESERVED = {
 }  # fmt: skip
 MAX_MESSAGES = 32768  # each takes some tokens of the context
 MAX_CALLS = 1024  # of one message
+MAX_PARTS = 8192  # of one message
+MAX_VARIABLES = 4096  # values in chat_template_kwargs, of all depths
+MAX_VARIABLES_TEXT = 2**18  # characters of their names and texts
+MAX_DEPTH = 32
 ROLES = ("system", "developer", "user", "assistant", "tool")
 
 
 def check_template_variables(given: dict[str, Any] | None) -> None:
     """Raise RequestError where `chat_template_kwargs` holds more than variables of a template."""
-    reserved = sorted(RESERVED & set(given or {}))
+    given = given or {}
+    if not is_small(given, MAX_VARIABLES, MAX_VARIABLES_TEXT, MAX_DEPTH):
+        message = (
+            f"chat_template_kwargs: at most {MAX_VARIABLES} values and {MAX_VARIABLES_TEXT} "
+            f"characters, {MAX_DEPTH} deep"
+        )
+        raise RequestError(message, "chat_template_kwargs")
+    reserved = sorted(RESERVED & set(given))
     if reserved:
         message = f"chat_template_kwargs: {', '.join(reserved)} cannot be set here"
         raise RequestError(message, "chat_template_kwargs")
@@ -44,10 +63,12 @@ def check_content(value: Any) -> Any:
         return value
     if not isinstance(value, list) or not value:
         raise refusal("must be a string or a non-empty list of text parts")
+    if len(value) > MAX_PARTS:
+        raise refusal(f"{len(value)} parts; send at most {MAX_PARTS}")
     for part in value:
         kind = part.get("type") if isinstance(part, dict) else None
         if kind != "text":
-            raise refusal(f"a part of type {kind!r} is not served: {TEXT_ONLY}")
+            raise refusal(f"a part of type {shown(kind)} is not served: {TEXT_ONLY}")
     return value
 
 
@@ -56,7 +77,7 @@ def check_role(value: Any) -> Any:
     if value == "function":
         raise refusal(f"role {value!r}: {OLD_FUNCTIONS}")
     if value not in ROLES:
-        raise refusal(f"{value!r}: use one of {', '.join(ROLES)}")
+        raise refusal(f"{shown(value)}: use one of {', '.join(ROLES)}")
     return value
 
 
@@ -102,8 +123,10 @@ def _call_for_template(call: ToolCall) -> dict[str, Any]:
     try:
         arguments = json.loads(call.function.arguments or "{}")
     except (json.JSONDecodeError, RecursionError) as error:
-        raise ValueError(f"tool_calls: arguments of {call.id!r} are not JSON: {error}") from error
+        raise ValueError(
+            f"tool_calls: arguments of {shown(call.id)} are not JSON: {error}"
+        ) from error
     if not isinstance(arguments, dict):
-        raise ValueError(f"tool_calls: arguments of {call.id!r} are not a JSON object")
+        raise ValueError(f"tool_calls: arguments of {shown(call.id)} are not a JSON object")
     function = {"name": call.function.name, "arguments": arguments}
     return {"id": call.id, "type": "function", "function": function}

@@ -14,6 +14,7 @@ from vexpert.server.protocol.fields import (
     Positive,
     StrictModel,
     TopCount,
+    at_most,
     first_wrong,
     only,
 )
@@ -41,13 +42,17 @@ PASSED_ON = (
 GUIDED = ("json", "regex", "choice", "grammar")
 
 
+MAX_CHOICES = 32768  # with what stands between them, no more fit into a grammar
+Choices = Annotated[ListOf[str], at_most(MAX_CHOICES)]
+
+
 class StructuredFields(StrictModel):
     """vLLM's `structured_outputs`: one kind of constraint on the text of the answer."""
 
     json_: dict[str, Any] | str | None = Field(None, alias="json")
     json_object: bool | None = None
     regex: str | None = None
-    choice: ListOf[str] | None = None
+    choice: Choices | None = None
     grammar: str | None = None
     disable_any_whitespace: bool | None = None
 
@@ -91,7 +96,7 @@ class SamplingFields(StrictModel):
     structured_outputs: StructuredFields | None = None
     guided_json: dict[str, Any] | str | None = None
     guided_regex: str | None = None
-    guided_choice: ListOf[str] | None = None
+    guided_choice: Choices | None = None
     guided_grammar: str | None = None
 
     def check_stream_fields(self) -> None:

@@ -4,6 +4,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field, model_validator
 
+from vexpert.config import shown
 from vexpert.server.protocol.fields import ListOf, StrictModel, at_most, refusal
 
 ToolName = Annotated[str, Field(pattern=r"^[a-zA-Z0-9_.-]{1,64}$")]
@@ -14,7 +15,7 @@ def check_kind(value: Any) -> Any:
     """Say which kind of tool is not served."""
     kind = value.get("type") if isinstance(value, dict) else None
     if kind != "function":
-        raise refusal(f"a tool of type {kind!r} is not served; use type 'function'")
+        raise refusal(f"a tool of type {shown(kind)} is not served; use type 'function'")
     return value
 
 

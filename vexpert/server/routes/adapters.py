@@ -7,11 +7,13 @@ from fastapi import APIRouter
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse
 
+from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.server.errors import ApiError
 from vexpert.server.protocol.adapter import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
 from vexpert.server.service import allowed_models, service_of
 
+MOST_SHOWN = 300  # characters of an error that names the path once more
 router = APIRouter()
 
 
@@ -43,9 +45,10 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
     service = service_of(request)
     service.check_may_change_adapters(request)
     path = await service.adapter_path(body.lora_path)
-    if body.lora_name in service.base_names:
-        message = f"lora_name={body.lora_name!r}: this is the base model's name; choose another"
-        raise ApiError(message, 400, "lora_name")
+    try:
+        service.check_name(body.lora_name)
+    except AdapterError as error:
+        raise ApiError(str(error), 400, "lora_name") from error
     try:
         await service.engine.load_adapter(
             body.lora_name,
@@ -59,7 +62,7 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
         await service.check_relative_path(body.lora_path, error)
         raise
     except OSError as error:
-        message = f"lora_path={body.lora_path!r}: cannot be read: {error}"
+        message = f"lora_path={shown(body.lora_path)}: cannot be read: {str(error)[:MOST_SHOWN]}"
         raise ApiError(message, 400, "lora_path") from error
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 

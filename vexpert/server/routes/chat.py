@@ -15,7 +15,7 @@ from vexpert.server.logprobs import chat_logprobs, prompt_logprobs
 from vexpert.server.progress import Delta, Update
 from vexpert.server.prompts import output_room
 from vexpert.server.protocol.chat import ChatCompletionRequest
-from vexpert.server.service import Service, service_of
+from vexpert.server.service import service_of
 from vexpert.server.tools.answer import ToolAnswer
 from vexpert.server.tools.plan import ToolPlan, plan_tools
 
@@ -31,9 +31,9 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     """
     service = service_of(request)
     body.check()
-    await service.admit(request, body.model)
+    service.admit(request, body.model)
     plan = plan_tools(body, service.tool_format())
-    job = await _job(service, body, plan)
+    job = await _job(request, body, plan)
     formatter = ChatFormatter(body, job.request_id, plan)
     try:
         return await answer(request, service, job, formatter, body.model)
@@ -52,12 +52,13 @@ def _constraint(body: ChatCompletionRequest, plan: ToolPlan | None) -> Structure
     return plan.constraint()
 
 
-async def _job(service: Service, body: ChatCompletionRequest, plan: ToolPlan | None) -> Job:
+async def _job(request: Request, body: ChatCompletionRequest, plan: ToolPlan | None) -> Job:
+    service = service_of(request)
     constraint = _constraint(body, plan)
-    adapter = await service.adapter_of(body.model)
-    folder = None if adapter is None else await service.engine.adapter_folder(adapter)
+    adapter = service.adapter_of(body.model)
+    own = await service.own_template(request, adapter)
     tools, opening = ([], "") if plan is None else (plan.for_template(), plan.opening)
-    prompt = await service.prompts.chat(body, folder, tools, opening)
+    prompt = await service.prompts.chat(body, own, tools, opening)
     room = output_room(prompt, body.output_limit, service.facts.max_model_len, "messages")
     params = body.build_params(
         service.options.sampling_defaults,

@@ -1,6 +1,7 @@
 """POST /v1/completions."""
 
 from collections.abc import Iterator, Sequence
+from itertools import accumulate
 from typing import Any, cast
 
 from fastapi import APIRouter
@@ -26,7 +27,7 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
     """Continue one or many prompts with the base model or with the adapter that `model` names."""
     service = service_of(request)
     body.check()
-    await service.admit(request, body.model, len(body.prompts) * (body.n or 1))
+    service.admit(request, body.model, len(body.prompts) * (body.n or 1))
     job = await _job(service, body)
     formatter = CompletionFormatter(body, job, service.prompts)
     try:
@@ -37,7 +38,8 @@ async def create_completion(body: CompletionRequest, request: Request) -> Respon
 
 async def _job(service: Service, body: CompletionRequest) -> Job:
     special = True if body.add_special_tokens is None else body.add_special_tokens
-    prompts = await service.prompts.plain(body.prompts, special)
+    tells_offsets = bool(body.echo) and body.logprobs is not None
+    prompts = await service.prompts.plain(body.prompts, special, tells_offsets)
     # An echo of the prompt alone still takes one step, which gives its log-probabilities.
     wanted = 1 if body.max_tokens == 0 else body.max_tokens
     limits = [_limit(prompt, wanted, service.facts.max_model_len) for prompt in prompts]
@@ -54,7 +56,7 @@ async def _job(service: Service, body: CompletionRequest) -> Job:
         new_id("cmpl"),
         prompts,
         params,
-        await service.adapter_of(body.model),
+        service.adapter_of(body.model),
         stream=bool(body.stream),
         timeout=service.options.time_limit,
         prompt_only=body.max_tokens == 0,
@@ -78,7 +80,8 @@ class CompletionFormatter:
         self._echo = bool(body.echo)
         self._prompts = job.prompts
         self._decode = prompts.decode
-        self._offsets: dict[int, int] = {}  # characters sent of each choice
+        self._begun: set[int] = set()  # choices
+        self._ends: dict[int, int] = {}  # where the text of each choice's next token begins
 
     def whole(self, updates: dict[int, Update]) -> Json:
         choices = [
@@ -97,7 +100,7 @@ class CompletionFormatter:
     def choice_of_text(self, i: int, delta: Delta) -> int | None:
         index = i * self._n + delta.index
         told_more = self._count is not None or self._wants_prompt_logprobs
-        is_first = self._echo and index not in self._offsets
+        is_first = self._echo and index not in self._begun
         return None if told_more or is_first or delta.finish_reason is not None else index
 
     def last_chunk(self) -> Json:
@@ -105,20 +108,19 @@ class CompletionFormatter:
 
     def _choice(self, i: int, delta: Delta, update: Update) -> Json:
         index = i * self._n + delta.index
-        first = index not in self._offsets
-        offset = self._offsets.setdefault(index, 0)
+        first = index not in self._begun
+        self._begun.add(index)
         text = (self._prompt_text(i) if self._echo and first else "") + delta.text
         rows = update.prompt_logprobs if self._echo and first else None
         choice = {
             "index": index,
             "text": text,
-            "logprobs": self._logprobs(i, delta, rows, offset),
+            "logprobs": self._logprobs(i, delta, rows),
             "finish_reason": delta.finish_reason,
             "stop_reason": delta.stop_reason,
         }
         if self._wants_prompt_logprobs:
             choice["prompt_logprobs"] = prompt_logprobs(update.prompt_logprobs or [])
-        self._offsets[index] += len(text)
         return choice
 
     def _prompt_text(self, i: int) -> str:
@@ -126,14 +128,29 @@ class CompletionFormatter:
         return self._decode(prompt.token_ids) if prompt.text is None else prompt.text
 
     def _logprobs(
-        self, i: int, delta: Delta, prompt_rows: Sequence[LogprobRow | None] | None, offset: int
+        self, i: int, delta: Delta, prompt_rows: Sequence[LogprobRow | None] | None
     ) -> Json | None:
         if self._count is None or (prompt_rows is None and not delta.token_ids):
             return None
-        tokens = [*(self._prompts[i].token_ids if prompt_rows else ()), *delta.token_ids]
-        rows = [*(prompt_rows or ()), *(delta.logprobs or ())]
+        prompt = self._prompts[i].token_ids if prompt_rows else []
+        tokens, rows = [*prompt, *delta.token_ids], [*(prompt_rows or ()), *(delta.logprobs or ())]
         texts = [
             self._decode([token]) if row is None else cast(LogprobRow, row)[token].decoded_token
             for token, row in zip(tokens, rows, strict=True)
         ]
-        return completion_logprobs(tokens, rows, texts, self._count, offset)
+        offsets = self._prompt_offsets(i, texts[: len(prompt)]) if prompt else []
+        offsets += self._offsets(i, delta, texts[len(prompt) :])
+        return completion_logprobs(tokens, rows, texts, self._count, offsets)
+
+    def _prompt_offsets(self, i: int, texts: list[str]) -> list[int]:
+        starts = self._prompts[i].starts
+        return list(accumulate(map(len, texts[:-1]), initial=0)) if starts is None else starts
+
+    def _offsets(self, i: int, delta: Delta, texts: list[str]) -> list[int]:
+        """Of new tokens; what of their text is held back for a stop string counts."""
+        index = i * self._n + delta.index
+        place = self._ends.get(index)
+        if place is None:
+            place = len(self._prompt_text(i)) if self._echo else 0
+        *offsets, self._ends[index] = accumulate(map(len, texts), initial=place)
+        return offsets

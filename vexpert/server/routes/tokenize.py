@@ -21,7 +21,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     """The tokens that a prompt or a conversation would be."""
     service = service_of(request)
     await _check_model(service, request, body.model)
-    prompt = await _prompt(service, body)
+    prompt = await _prompt(service, request, body)
     tokens = prompt.token_ids
     texts = await service.prompts.pieces(tokens) if body.return_token_strs else None
     return TokenizeResponse(
@@ -32,17 +32,17 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     )
 
 
-async def _prompt(service: Service, body: TokenizeRequest) -> Prompt:
+async def _prompt(service: Service, request: Request, body: TokenizeRequest) -> Prompt:
     if body.prompt is not None:
         special = body.add_special_tokens is not False
         return (await service.prompts.plain([body.prompt], special))[0]
     check_template_variables(body.chat_template_kwargs)
-    adapter = None if body.model is None else await service.adapter_of(body.model)
-    folder = None if adapter is None else await service.engine.adapter_folder(adapter)
+    adapter = None if body.model is None else service.adapter_of(body.model)
+    own = await service.own_template(request, adapter)
     assert body.messages is not None
     conversation: Conversation = body  # type: ignore[assignment]  # messages is set
     tools = [tool.for_template() for tool in body.tools or []]
-    return await service.prompts.chat(conversation, folder, tools)
+    return await service.prompts.chat(conversation, own, tools)
 
 
 @router.post("/detokenize")
@@ -57,7 +57,7 @@ async def _check_model(service: Service, request: Request, model: str | None) ->
     """Raise ApiError for a model that nobody serves, or that the API key is not for."""
     if model is None:
         return
-    await service.check_allowed(request, model)
-    adapter = await service.adapter_of(model)
+    service.check_allowed(request, model)
+    adapter = service.adapter_of(model)
     if adapter is not None and await service.engine.adapter_folder(adapter) is None:
         raise await service.unknown_model(request, model)

@@ -138,7 +138,8 @@ def _call_of(text: str) -> tuple[str, str] | None:
 class ToolParser:
     """Reads one answer. `is_open`: the prompt has written `format.opening` already.
 
-    Text that only looks like a call is handed out as words. White space beside calls is dropped.
+    Text that only looks like a call is handed out as words. White space beside calls is dropped,
+    but what stands between words before them and words behind.
     With `single`, calls after the first are dropped.
     """
 
@@ -151,6 +152,7 @@ class ToolParser:
         self._count = 0
         self._spoke = False
         self._after_call = False
+        self._gap = ""  # white space between the last words and a call
         self._expects = "call" if is_open else "words"
 
     def feed(self, text: str) -> list[Event]:
@@ -170,9 +172,9 @@ class ToolParser:
             return []
         if self._expects == "call":
             begun = "" if self._call is None else self._call.text
-            text = self._skipped + begun + text
+            text = self._led_here() + begun + text
         elif self._after_call:
-            text = text.strip()
+            text = self._joined(text.rstrip())
         return [Words(text)] if text else []
 
     def _is_wanted(self, event: Event) -> bool:
@@ -194,6 +196,8 @@ class ToolParser:
         place = self._buffer.find(self._format.start)
         if place >= 0:
             yield from self._say(self._buffer[:place].rstrip())
+            if not self._after_call:
+                self._gap = self._buffer[len(self._buffer[:place].rstrip()) : place]
             self._expect_call(self._buffer[place + len(self._format.start) :])
             self._skipped = self._format.start
             return
@@ -218,10 +222,16 @@ class ToolParser:
         self._buffer = self._buffer[ready:]
 
     def _say(self, text: str) -> Iterator[Event]:
-        text = text.lstrip() if self._after_call else text
+        text = self._joined(text) if self._after_call else text
         if text:
             self._spoke, self._after_call = True, False
             yield Words(text)
+
+    def _joined(self, text: str) -> str:
+        """Words behind a call as they follow those before it."""
+        words = text.lstrip()
+        space = self._gap or text[: len(text) - len(words)]
+        return space + words if words and self._spoke else words
 
     def _expect_call(self, rest: str) -> None:
         self._expects, self._buffer, self._skipped = "call", rest, ""
@@ -260,10 +270,13 @@ class ToolParser:
 
     def _give_up(self, text: str) -> Iterator[Event]:
         """What led to a call is words, and so is `text` behind it, if it holds no other call."""
-        skipped, self._skipped = self._skipped, ""
+        skipped, self._skipped = self._led_here(), ""
         self._expects, self._buffer = "words", text
-        self._spoke = True
         yield from self._say(skipped)
+        self._spoke = True
+
+    def _led_here(self) -> str:
+        return self._skipped if self._after_call else self._gap + self._skipped
 
     def _read_end(self) -> None:
         """What stands between two calls, or after the last one."""

@@ -3,6 +3,7 @@
 from dataclasses import dataclass
 from typing import Any
 
+from vexpert.config import shown
 from vexpert.engine.structured_outputs import StructuredOutputs, enforceable
 from vexpert.errors import RequestError
 from vexpert.server.protocol.chat import ChatCompletionRequest
@@ -67,7 +68,7 @@ def plan_tools(body: ChatCompletionRequest, format: ToolFormat | None) -> ToolPl
         raise RequestError("tools: two of them have the same name", "tools")
     unknown = [name for name in names if name not in known]
     if unknown:
-        message = f"tool_choice: {unknown[0]!r} is not among the tools"
+        message = f"tool_choice: {shown(unknown[0])} is not among the tools"
         raise RequestError(message, "tool_choice")
     chosen = [known[name] for name in names] or tools
     single = mode == "named" or body.parallel_tool_calls is False
