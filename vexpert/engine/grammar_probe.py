@@ -30,6 +30,7 @@ SECONDS = 10  # for one constraint
 MAX_BYTES = 4 * 2**30  # of memory
 WALKS, STEPS = 4, 64  # random texts that are tried, and tokens of each
 REMEMBERED = 4096
+MAX_WARNINGS = 65536  # bytes of them that are read
 QUICK_SIZE = 256  # states: about half a second with a vocabulary of 100,000 tokens
 POLL_SECONDS = 0.1  # between two looks at whether somebody waits still
 NOT_WANTED = "nobody waits for it any more"
@@ -210,15 +211,18 @@ class _Warnings:
     """What the compiler writes to stderr: a warning tells what it would leave aside."""
 
     def __init__(self) -> None:
-        self._file = tempfile.TemporaryFile()
-        os.dup2(self._file.fileno(), sys.stderr.fileno())
+        file, path = tempfile.mkstemp()
+        os.unlink(path)
+        self._file = sys.stderr.fileno()
+        os.dup2(file, self._file)
+        os.close(file)
 
     def take(self) -> str:
         """The first since the last call, or nothing."""
-        self._file.seek(0)
-        text = self._file.read().decode("utf-8", "replace")
-        self._file.seek(0)
-        self._file.truncate()
+        size = os.lseek(self._file, 0, os.SEEK_END)
+        text = os.pread(self._file, min(size, MAX_WARNINGS), 0).decode("utf-8", "replace")
+        os.ftruncate(self._file, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
         found = re.search(r"Warning: (.*)", text)
         return found[1][:300] if found else ""
 

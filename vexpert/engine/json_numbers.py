@@ -65,7 +65,9 @@ def enforced(part: dict[str, Any], kinds: list[str]) -> tuple[list[str], dict[st
     rest = [kind for kind in kinds if kind not in ("integer", "number")]
     bounds = _range(numbers)
     if is_integer:
-        return [*rest, "integer"], *_of_integers(_whole(bounds), step and step.numerator)
+        return [*rest, "integer"], *_of_integers(
+            _whole(bounds), 1 if step is None else step.numerator
+        )
     if step is not None:
         return [*rest, "number"], *_listed(bounds, step)
     return [*rest, "number"], *_of_numbers(bounds)
@@ -81,17 +83,14 @@ def _whole(bounds: _Range) -> tuple[int | None, int | None]:
     return least, most
 
 
-def _of_integers(
-    bounds: tuple[int | None, int | None], step: int | None
-) -> tuple[dict[str, Any], int]:
+def _of_integers(bounds: tuple[int | None, int | None], step: int) -> tuple[dict[str, Any], int]:
     least, most = bounds
     if least is not None and most is not None and least > most:
         raise NumberFault("no integer is within the bounds")
-    if step in (None, 1):
+    if step == 1:
         given = {"minimum": least, "maximum": most}
         size = 4 * sum(len(str(bound)) for bound in bounds if bound is not None)
         return {name: bound for name, bound in given.items() if bound is not None}, 1 + size
-    assert step is not None
     if least is None and most is None:
         if step > MAX_MULTIPLES:
             raise NumberFault(f"multipleOf={step} without bounds: use at most {MAX_MULTIPLES}")

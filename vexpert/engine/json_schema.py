@@ -123,9 +123,7 @@ def _fault_of_values(part: dict[str, Any], keyword: str) -> str | None:
         if kinds is not None and not any(IS_OF_TYPE[kind](value) for kind in kinds):
             return f"{keyword}: {value!r} is not of type {part['type']!r}"
     if any(abs(number) > MAX_INTEGER for number in _integers(values)):
-        return (
-            f"{keyword}: an integer beyond {MAX_INTEGER} cannot be enforced; write it as a string"
-        )
+        return f"{keyword}: integers go up to {MAX_INTEGER}; write larger ones as strings"
     return _beside(part, keyword, {"type"})
 
 

@@ -79,6 +79,9 @@ def write_class(ranges: Ranges) -> str:
     if ranges[0][0] == CARET:
         rest = minus(ranges, ((CARET, CARET),))
         return rf"(?:\^|{write_class(rest)})" if rest else r"\^"
+    first, last = ranges[0][0], ranges[-1][1]
+    if first == last and first < 0x80 and chr(first).isalnum():
+        return chr(first)
     return f"[{''.join(_range(*pair) for pair in ranges)}]"
 
 

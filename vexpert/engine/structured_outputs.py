@@ -50,9 +50,7 @@ class StructuredOutputs:
     param: str = field(default=PARAM, compare=False)  # the request's field, for messages
     kind: str = field(init=False, default="")  # the one that is set
     text: str = field(init=False, default="", repr=False)  # of it, as the compiler takes it
-    size: int = field(
-        init=False, default=0, repr=False
-    )  # about states of it; UNKNOWN_SIZE: who knows
+    size: int = field(init=False, default=0, repr=False)  # in states, about; or UNKNOWN_SIZE
 
     def __post_init__(self) -> None:
         try:
