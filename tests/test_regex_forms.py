@@ -15,9 +15,10 @@ from vexpert.errors import RequestError
 
 pytest.importorskip("xgrammar")
 
-from helpers_walks import compiled, walk  # noqa: E402 - needs xgrammar
+from helpers_walks import compiled, walk
 
 TEXTS = 6  # of each expression
+LARGEST = 24  # states; more of them take longer and show no more
 
 
 def texts(wanted: StructuredOutputs, seed: int = 0) -> set[str]:
@@ -25,33 +26,30 @@ def texts(wanted: StructuredOutputs, seed: int = 0) -> set[str]:
     return {text for _ in range(TEXTS) if (text := walk(grammar, rng)) is not None}
 
 
-members = st.sampled_from(
-    [
-        "a",
-        "b-e",
-        "^",
-        r"\^",
-        r"\]",
-        r"\\",
-        r"\-",
-        "-",
-        '"',
-        "é",
-        "😀",
-        r"\n",
-        "[",
-        "{",
-        ".",
-        "$",
-        "|",
-    ]
-    + [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", r"\x41", r"\u0042", "!-~", "_", "0-9"]
-)
-literals = st.sampled_from(
-    ["a", "b", "0", " ", "é", "😀", '"', "'", "-", "]", "{", "}", "{x", "{,}", ",", "#", "&", "~"]
-    + [r"\.", r"\\", r"\^", r"\$", r"\/", r"\{", r"\[", r"\t", r"\n", r"\x41", r"\u00e9", r"\-"]
-    + [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S", "."]
-)
+CODED = [r"\x41", r"\u0042", r"\n"]
+SETS = [r"\d", r"\w", r"\s", r"\D", r"\W", r"\S"]
+IN_CLASS = [
+    "a",
+    "b-e",
+    "^",
+    r"\^",
+    r"\]",
+    r"\\",
+    r"\-",
+    "-",
+    '"',
+    "é",
+    "😀",
+    "[",
+    "{",
+    ".",
+    "$",
+    "|",
+]
+ALONE = ["a", "b", "0", " ", "é", "😀", '"', "'", "-", "]", "{", "}", "{x", "{,}", ",", "#", "&"]
+ESCAPED = [r"\.", r"\\", r"\^", r"\$", r"\/", r"\{", r"\[", r"\t", r"\-"]
+members = st.sampled_from([*IN_CLASS, *SETS, *CODED, "!-~", "_", "0-9"])
+literals = st.sampled_from([*ALONE, *ESCAPED, *SETS, *CODED, "."])
 
 
 @st.composite
@@ -76,7 +74,7 @@ def grouped(inner: st.SearchStrategy[str]) -> st.SearchStrategy[str]:
     )
 
 
-atoms = st.recursive(literals | classes(), grouped, max_leaves=5)
+atoms = st.recursive(literals | classes(), grouped, max_leaves=4)
 expressions = st.tuples(
     st.sampled_from(["", "^"]),
     st.lists(repeated(atoms), min_size=1, max_size=4).map("".join),
@@ -97,16 +95,16 @@ def python_reads(expression: str) -> re.Pattern[str] | None:
 def test_texts_of_an_expression_match_it(expression: str) -> None:
     read = python_reads(expression)
     try:
-        rewritten(expression)
+        _, size = rewritten(expression)
     except RegexError:
         return
-    if read is None:
+    if read is None or size > LARGEST:
         return
     for text in texts(StructuredOutputs(regex=expression)):
         assert read.fullmatch(text), (expression, rewritten(expression)[0], text)
 
 
-@settings(max_examples=80, deadline=None, derandomize=True)
+@settings(max_examples=60, deadline=None, derandomize=True)
 @given(expressions, st.sampled_from(["pattern", "patternProperties", "propertyNames"]))
 def test_strings_and_names_of_a_pattern_match_it(expression: str, keyword: str) -> None:
     read = python_reads(expression)
@@ -125,10 +123,10 @@ def test_strings_and_names_of_a_pattern_match_it(expression: str, keyword: str) 
         },
     }[keyword]
     try:
-        rewritten_in_json(expression)
+        _, size = rewritten_in_json(expression)
     except RegexError:
         return
-    if read is None:
+    if read is None or size > LARGEST:
         return
     for text in texts(StructuredOutputs(json=schema, disable_any_whitespace=True)):
         document = json.loads(text)

@@ -208,9 +208,9 @@ class ToolParser:
         text, self._buffer = self._buffer, ""
         if self._expects == "end" or (self._call is not None and self._call.is_started):
             return []
+        if self._is_forced:
+            return []  # what was to be a call, and was cut before its arguments
         if self._expects == "call":
-            if self._is_forced:
-                return []  # a call that was cut before its arguments
             begun = "" if self._call is None else self._call.text
             text = self._skipped + begun + text
         elif self._after_call:
