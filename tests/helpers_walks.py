@@ -11,7 +11,7 @@ from vexpert.engine.structured_outputs import StructuredOutputs
 END = 0
 # Whole characters, as a tokenizer of real text has them; the first is the end.
 TOKENS = [b"", *(bytes([byte]) for byte in range(127))]
-TOKENS += [character.encode() for character in "é\u0416\u65e5\u2028\U0001f600\U0001f602\ufeff"]
+TOKENS += [character.encode() for character in "éü\u0416\u65e5\u2028\U0001f600\U0001f602\ufeff"]
 CLOSERS = {END, *(TOKENS.index(mark) for mark in (b'"', b"}", b"]"))}
 
 

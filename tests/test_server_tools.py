@@ -206,6 +206,19 @@ def test_without_parallel_calls_only_the_first_counts(fake: RunningServer) -> No
             "'not' cannot be enforced",
         ),
         (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"type": "string"}},
+                    }
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "must be of type 'object'",
+        ),
+        (
             {"tools": None, "response_format": {"type": "json_schema"}},
             "response_format",
             "needs it",
