@@ -210,13 +210,13 @@ def test_without_parallel_calls_only_the_first_counts(fake: RunningServer) -> No
                 "tools": [
                     {
                         "type": "function",
-                        "function": {"name": "f", "parameters": {"type": "string"}},
+                        "function": {"name": "f", "parameters": {"enum": [1]}},
                     }
                 ],
                 "tool_choice": "required",
             },
             "tools",
-            "must be of type 'object'",
+            "use type 'object'",
         ),
         (
             {"tools": None, "response_format": {"type": "json_schema"}},

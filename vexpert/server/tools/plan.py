@@ -43,12 +43,10 @@ class ToolPlan:
         functions = []
         for tool in self.tools:
             parameters = tool.function.parameters or {"type": "object", "properties": {}}
-            if not _may_be_object(parameters):
-                message = (
-                    f"tools: the parameters of {tool.function.name!r} must be of type 'object'"
-                )
-                raise RequestError(message, "tools")
             schema = enforceable(parameters, "tools")
+            if not _may_be_object(parameters):
+                name = tool.function.name
+                raise RequestError(f"tools: parameters of {name!r}: use type 'object'", "tools")
             functions.append({"name": tool.function.name, "parameters": schema})
         tag = calls_constraint(self.format, functions, self.single)
         return StructuredOutputs(structural_tag=tag, param="tools")
