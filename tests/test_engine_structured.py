@@ -177,17 +177,17 @@ def test_what_kills_or_stalls_the_compiler_is_refused(
         patched.setattr("vexpert.engine.grammar_probe.SECONDS", seconds)
         with pytest.raises(RequestError, match=told):
             llm.generate("x", SamplingParams(structured_outputs=kind))
-    again = llm.generate("x", constrained(regex="[ab]c"))  # by a new process
+    again = llm.generate("x", constrained(grammar='root ::= [ab] "c"'))  # by a new process
     assert text_of(again[0]) in ("ac", "bc")
 
 
 def test_a_process_that_died_idle_tells_nothing_about_the_next_constraint(llm: LLM) -> None:
-    llm.generate("x", constrained(regex="[ab]d"))
+    llm.generate("x", constrained(grammar='root ::= [ab] "d"'))
     _, _, probe = llm.engine._grammars._compiler
     assert probe._process is not None
     probe._process.kill()
     os.waitid(os.P_PID, probe._process.pid, os.WEXITED | os.WNOWAIT)
-    assert text_of(llm.generate("x", constrained(regex="[ab]e"))[0]) in ("ae", "be")
+    assert text_of(llm.generate("x", constrained(grammar='root ::= [ab] "e"'))[0]) in ("ae", "be")
 
 
 @pytest.mark.parametrize("beside", [0, 3])

@@ -8,7 +8,9 @@ from typing import Any
 import pytest
 
 from vexpert.engine.grammar import compile_text, new_compiler
-from vexpert.engine.json_schema import check_schema, plain_lengths
+from vexpert.engine.json_form import compiled_form
+from vexpert.engine.json_schema import check_schema
+from vexpert.engine.regex_writer import PLAIN
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, enforceable
 from vexpert.server.tools.formats import FORMATS, calls_constraint
 
@@ -34,15 +36,15 @@ DOCUMENTS = (
         ({"anyOf": []}, "list of schemas"),
         ({"$ref": "#/$defs/a", "maxLength": 2, "$defs": {"a": STRING}}, "'maxLength' beside"),
         ({"$ref": "http://x/y"}, "only to a place in this schema"),
-        ({"$ref": "#/$defs/b", "$defs": {}}, "nothing at"),
-        ({"type": "string", "pattern": "a", "maxLength": 3}, "pattern or format beside"),
+        ({"$ref": "#/$defs/b", "$defs": {}}, "no schema at"),
+        ({"type": "string", "pattern": "a", "maxLength": 3}, "two of pattern, format"),
         ({"type": "string", "minimum": 3}, "'minimum' beside 'type'"),
         ({"type": "string", "maxLength": 2.5}, "integer from 0"),
-        ({"type": "string", "pattern": 'a"'}, "outside [...]"),
+        ({"type": "string", "pattern": 'a"'}, "asks for a quote"),
         ({"type": "string", "pattern": r"\ba"}, "is not served"),
-        ({"type": "string", "pattern": r"\\"}, "outside [...]"),
-        ({"type": "string", "pattern": r"a\tb"}, "outside [...]"),
-        ({"type": "object", "patternProperties": {r"\x09": STRING}}, "outside [...]"),
+        ({"type": "string", "pattern": r"\\"}, "asks for a quote"),
+        ({"type": "string", "pattern": r"a\tb"}, "asks for a quote"),
+        ({"type": "object", "patternProperties": {r"\x09": STRING}}, "asks for a quote"),
         ({"minLength": 3}, "without a type"),
         ({"enum": ["a", 1], "type": "string"}, "1 is not of type 'string'"),
         ({"enum": []}, "not empty"),
@@ -117,10 +119,10 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
 
 def test_lengths_become_patterns_and_nothing_else_changes() -> None:
     schema = {"type": "object", "properties": {"maxLength": {"type": "string", "maxLength": 2}}}
-    inner = plain_lengths(schema)["properties"]["maxLength"]
-    assert inner == {"type": "string", "pattern": r'^[^"\\\x00-\x1f]{0,2}$'}
+    inner = compiled_form(schema, True)[0]["properties"]["maxLength"]
+    assert inner == {"type": "string", "pattern": f"^{PLAIN}{{0,2}}$"}
     values = {"enum": [{"type": "string", "maxLength": 2}], "title": "x"}
-    assert plain_lengths(values) == values
+    assert compiled_form(values, True)[0] == {"enum": values["enum"]}
 
 
 def walk(compiled: Any, vocabulary: list[bytes], rng: random.Random) -> str:
@@ -151,7 +153,7 @@ def test_texts_of_random_schemas_are_valid() -> None:
         schema = random_schema(rng)
         assert check_schema(schema, strict=True) is None, schema
         compiled = compiler.compile_json_schema(
-            json.dumps(plain_lengths(schema)), max_whitespace_cnt=4
+            json.dumps(compiled_form(schema, True)[0]), max_whitespace_cnt=4
         )
         text = walk(compiled, vocabulary, rng)
         if text:

@@ -10,7 +10,8 @@ from helpers_server import wait_for
 
 from vexpert import SamplingParams
 from vexpert.engine import grammar_probe
-from vexpert.engine.grammar_probe import Probe
+from vexpert.engine.grammar import Grammars
+from vexpert.engine.grammar_probe import Probe, needs_probe
 from vexpert.engine.structured_outputs import StructuredOutputs
 from vexpert.errors import RequestError
 from vexpert.server import constraints
@@ -114,6 +115,75 @@ def test_an_error_reaches_its_caller(asked: Asked) -> None:
     asked.ask(0, regex="broken")
     wait_for(lambda: 0 in asked.replies)
     assert isinstance(asked.replies[0], KeyError)
+
+
+def wide(count: int) -> StructuredOutputs:
+    """Compiling it takes time with the square of `count`."""
+    properties = {f"{i:x}": {"type": "null"} for i in range(count)}
+    schema = {"type": "object", "properties": properties, "minProperties": count // 2}
+    return StructuredOutputs(json=schema)
+
+
+def test_only_what_is_small_is_compiled_without_a_trial() -> None:
+    """In the engine's own process nothing can end a compilation."""
+    pytest.importorskip("xgrammar")
+    short = {"type": "string", "maxLength": 100}
+    ordinary = {
+        "type": "object",
+        "properties": {f"n{i}": {"type": "string"} for i in range(50)},
+    }
+    fields = {"type": "object", "properties": {"a": short, "b": short}}
+    kept: list[dict[str, Any]] = [
+        {"json": ordinary},
+        {"json": fields},
+        {"json_object": True},
+        {"choice": [f"choice {i}" for i in range(500)]},
+        {"regex": "[a-z]{3,20}@[a-z]+"},
+    ]
+    for kind in kept:
+        assert not needs_probe(StructuredOutputs(**kind)), kind
+    tried: list[dict[str, Any]] = [
+        {"json": {"type": "string", "maxLength": 5000}},
+        {"json": {"type": "string", "pattern": "^(a{20}b){20}$"}},
+        {"json": {"type": "integer", "multipleOf": 1000}},
+        {"json": {"enum": [f"value number {i}" for i in range(2000)]}},
+        {"choice": [f"choice {i}" for i in range(3000)]},
+        {"regex": "((a|b){30}c){30}"},
+        {"grammar": 'root ::= "a"'},
+        {"structural_tag": {"type": "structural_tag"}},
+    ]
+    for kind in tried:
+        assert needs_probe(StructuredOutputs(**kind)), kind
+    assert needs_probe(wide(100))
+
+
+def test_a_wide_schema_is_bounded_and_holds_up_no_choice(monkeypatch: pytest.MonkeyPatch) -> None:
+    pytest.importorskip("xgrammar")
+    monkeypatch.setattr("vexpert.engine.grammar_probe.SECONDS", 1)
+    pieces = [bytes([code]) for code in range(32, 127)] + [b""]
+    monkeypatch.setattr("vexpert.engine.grammar.token_bytes", lambda *_: pieces)
+    grammars = Grammars(None, len(pieces), (95,))
+    assert not grammars.is_quick(wide(300))
+    begun = time.monotonic()
+    with pytest.raises(RequestError, match="takes more than 1 seconds"):
+        grammars.compile(wide(300))
+    assert time.monotonic() < begun + 15  # with the start of a process
+    assert grammars.is_quick(StructuredOutputs(choice=["a", "b"]))
+    once = StructuredOutputs(grammar='root ::= "a"')
+    assert not grammars.is_quick(once)
+    assert grammars.compile(once) is grammars.compile(once)
+    assert grammars.is_quick(once)
+
+
+def test_what_the_compiler_would_leave_aside_is_refused() -> None:
+    """It tells so by a line on stderr, which no log should hold."""
+    pytest.importorskip("xgrammar")
+    probe = Probe([bytes([code]) for code in range(32, 127)] + [b""], (95,))
+    schema = {"type": "number", "multipleOf": 0.1}
+    tag = {"type": "structural_tag", "format": {"type": "json_schema", "json_schema": schema}}
+    with pytest.raises(RequestError, match="ignoring multipleOf"):
+        probe.check(StructuredOutputs(structural_tag=tag))
+    probe.check(StructuredOutputs(grammar='root ::= "a"'))
 
 
 def test_a_trial_ends_when_nobody_waits() -> None:

@@ -75,8 +75,8 @@ def test_a_client_that_leaves_before_the_first_event_ends_the_work_too() -> None
     """A generator that has not begun has no `finally` to run."""
     ended: list[str] = []
 
-    async def events() -> AsyncGenerator[str, None]:
-        yield "never asked for"
+    async def events() -> AsyncGenerator[bytes, None]:
+        yield b"never asked for"
 
     async def receive() -> dict[str, str]:
         return {"type": "http.disconnect"}

@@ -4,7 +4,7 @@ import json
 from typing import Any
 
 import pytest
-from helpers_server import BASE, RunningServer, make_fake_engine, serving
+from helpers_server import BASE, RunningServer, make_fake_engine, serving, wait_for
 
 from vexpert import demo
 from vexpert.server.options import ServerOptions
@@ -61,6 +61,53 @@ def test_a_call_comes_back_in_openais_shape(fake: RunningServer) -> None:
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     rows = [row for c in chunks if c.choices[0].logprobs for row in c.choices[0].logprobs.content]
     assert len(rows) == len(f"Well. {CALL}") + 1  # and the end
+
+
+@pytest.mark.parametrize("name", [r"get\_weather", r"\ud83d"])
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_malformed_call_is_content(fake: RunningServer, name: str, stream: bool) -> None:
+    text = f'<tool_call>{{"name": "{name}", "arguments": {{}}}}</tool_call>'
+    response = ask(fake, text, stream=stream)
+    assert response.status_code == 200
+    if stream:
+        assert response.text.endswith("data: [DONE]\n\n")
+        blocks = response.text.split("\n\n")[:-2]
+        chunks = [json.loads(block.removeprefix("data: ")) for block in blocks]
+        found = "".join(chunk["choices"][0]["delta"].get("content") or "" for chunk in chunks)
+        reason = chunks[-1]["choices"][0]["finish_reason"]
+    else:
+        [choice] = response.json()["choices"]
+        found, reason = choice["message"]["content"], choice["finish_reason"]
+    assert (found, reason) == (text, "stop")
+
+
+def test_an_unexpected_error_in_a_stream_is_an_event(
+    fake: RunningServer, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    def fail(self: Any, text: str, is_last: bool) -> None:
+        raise KeyError("planted")
+
+    monkeypatch.setattr("vexpert.server.tools.answer.ToolAnswer.deltas", fail)
+    response = ask(fake, "words " * 50, stream=True)
+    last = response.text.split("\n\n")[-2]
+    error = json.loads(last.removeprefix("data: "))["error"]
+    assert (error["message"], error["type"]) == ("internal error: KeyError", "server_error")
+    assert [r.message for r in caplog.records if r.exc_info] == ["unexpected error in a stream"]
+    wait_for(lambda: not fake.engine.has_unfinished())
+
+
+@pytest.mark.parametrize(("limit", "reason"), [({"stop": ["Os"]}, "stop"), ({}, "tool_calls")])
+def test_a_call_that_a_stop_string_cuts_is_not_told_as_complete(
+    fake: RunningServer, limit: Any, reason: str
+) -> None:
+    content = CALL.removeprefix("<tool_call>")
+    choice = ask(fake, content, tool_choice="required", **limit).json()["choices"][0]
+    assert choice["finish_reason"] == reason
+    [call] = choice["message"]["tool_calls"]
+    assert call["function"]["arguments"] in ('{"city": "', '{"city": "Oslo"}')
+    early = ask(fake, content, tool_choice="required", stop=["name"]).json()["choices"][0]
+    assert early["finish_reason"] == "stop"
+    assert not early["message"]["content"]
 
 
 def test_words_alone_are_an_answer_as_ever(fake: RunningServer) -> None:
@@ -137,6 +184,7 @@ def test_without_parallel_calls_only_the_first_counts(fake: RunningServer) -> No
         ({"tools": [{"type": "function"}]}, "tools[0].function", "missing"),
         ({"tools": TOOLS * 65}, "tools", "128"),
         ({"tools": [TOOLS[0]] * 2}, "tools", "same name"),
+        ({"tools": None, "parallel_tool_calls": True}, "parallel_tool_calls", "only with tools"),
         ({"tool_choice": "maybe"}, "tool_choice", "auto"),
         ({"tool_choice": {"type": "function"}}, "tool_choice", "function"),
         (
@@ -156,6 +204,19 @@ def test_without_parallel_calls_only_the_first_counts(fake: RunningServer) -> No
             },
             "tools",
             "'not' cannot be enforced",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "parameters": {"enum": [1]}},
+                    }
+                ],
+                "tool_choice": "required",
+            },
+            "tools",
+            "use type 'object'",
         ),
         (
             {"tools": None, "response_format": {"type": "json_schema"}},

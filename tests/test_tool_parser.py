@@ -36,6 +36,18 @@ A, B = '{"city": "Oslo, \\"N\\" }"}', '{"x": [1, {"y": "]"}]}'
 CALL_A, CALL_B = f'{{"name": "get", "arguments": {A}}}', f'{{"name": "put", "arguments": {B}}}'
 BOTH = [("get", A), ("put", B)]
 OTHER_ORDER = '{"arguments": {"a": 1}, "name": "get"}'
+ODD = (  # objects that are no calls
+    r'{"name": "get\_weather", "arguments": {}}',
+    r'{"name": "\ud83d", "arguments": {}}',
+    r'{"arguments": {}, "name": "\ud83d"}',
+    r'{"arguments": "\ud83d", "name": "f"}',
+    '{"arguments": {"a": 1,}, "name": "f"}',
+    '{"arguments": {"a" 1}, "name": "f"}',
+    '{"name": 3, "arguments": {}}',
+    '{"name": ' + "1" * 5000 + "}",
+)
+MANY_DIGITS = '{"arguments": {"a": ' + "1" * 5000 + '}, "name": "f"}'
+SURROGATE = r'{"arguments": {"a": "\ud83d"}, "name": "f"}'
 CASES = {
     "hermes": [
         ("just words", "just words", []),
@@ -58,6 +70,9 @@ CASES = {
         ('<tool_call>{"name": "get", "arguments": {"a": [1', "", [("get", '{"a": [1')]),
         ('<tool_call>{"name": "a\\"b", "arguments": {}}</tool_call>', "", [('a"b', "{}")]),
         ('<tool_call>{"name": "f", "arguments": "{}"}</tool_call>', "", [("f", "{}")]),
+        *((f"<tool_call>{odd}</tool_call>", f"<tool_call>{odd}</tool_call>", []) for odd in ODD),
+        (f"<tool_call>{MANY_DIGITS}</tool_call>", "", [("f", f'{{"a": {"1" * 5000}}}')]),
+        (f"<tool_call>{SURROGATE}</tool_call>", "", [("f", r'{"a": "\ud83d"}')]),
     ],
     "mistral": [
         ("a [TOOL", "a [TOOL", []),
@@ -132,3 +147,19 @@ def test_any_text_at_all_is_read_to_its_end() -> None:
                 if whole[0] == "":
                     assert arguments.startswith("{")
             assert json.dumps(whole)
+
+
+@pytest.mark.parametrize("form", list(FORMATS))
+def test_a_forced_call_that_is_cut_is_no_text_and_not_whole(form: str) -> None:
+    one = FORMATS[form]
+    text = f"{CALL_A}{one.separator}{CALL_B}{one.closing}"
+    header, whole = text.index("{", 1), len(CALL_A) - 1
+    for end in range(len(text)):
+        parser = ToolParser(one, is_open=True, single=False)
+        events = parser.feed(text[:end]) + parser.finish()
+        assert not any(isinstance(event, Words) for event in events), text[:end]
+        begun = any(isinstance(event, CallStart) for event in events)
+        assert begun == (end > header)
+        if begun and end < whole:
+            assert not parser.is_whole
+    assert parser.is_whole

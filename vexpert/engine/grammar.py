@@ -12,6 +12,7 @@ from typing import Any
 
 import torch
 
+from vexpert.engine.grammar_cache import GrammarCache, key_of
 from vexpert.engine.grammar_probe import Probe, always, needs_probe
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, StructuredOutputs
 from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
@@ -21,6 +22,7 @@ from vexpert.log import get_logger
 logger = get_logger(__name__)
 
 CACHE_BYTES = 256 * 2**20  # of compiled grammars, the least recently used go first
+QUICK_SECONDS = 1.0  # to compile
 BITS = 32  # of one word of a mask
 
 
@@ -87,16 +89,18 @@ class Grammars:
         self._vocab_size = vocab_size
         self._eos_token_ids = eos_token_ids
         self._making = threading.Lock()
+        self._cache = GrammarCache(CACHE_BYTES)
 
     def is_quick(self, wanted: StructuredOutputs) -> bool:
-        """Whether `compile` need not try `wanted` in a process first."""
-        if not needs_probe(wanted):
+        """Whether `compile` takes about a second at most."""
+        if not needs_probe(wanted) or self._cache.get(wanted) is not None:
             return True
         try:
             _, _, probe = self._parts()
         except UnsupportedError:
             return True  # `compile` says so
-        return probe.has_passed(wanted)
+        seconds = probe.seconds(wanted)
+        return seconds is not None and seconds < QUICK_SECONDS
 
     def compile(self, wanted: StructuredOutputs, is_wanted: Callable[[], bool] = always) -> Any:
         """The compiled grammar, from the cache if it is there.
@@ -104,6 +108,9 @@ class Grammars:
         Raises RequestError for a constraint that is malformed or that no output can meet, and soon
         after `is_wanted` says that nobody waits for it.
         """
+        kept = self._cache.get(wanted)
+        if kept is not None:
+            return kept
         try:
             compiler, pieces, probe = self._parts()
         except UnsupportedError as error:
@@ -115,12 +122,11 @@ class Grammars:
         if needs_probe(wanted):
             probe.check(wanted, is_wanted)
         try:
-            return compile_text(
-                *(compiler, wanted.kind, wanted.text),
-                *(wanted.strict, wanted.disable_any_whitespace),
-            )
+            compiled = compile_text(compiler, *key_of(wanted))
         except (RuntimeError, ValueError, TypeError) as error:
             raise wanted.refusal(f"{wanted.kind}: {cause(error)}") from error
+        self._cache.put(wanted, compiled)
+        return compiled
 
     def matcher(self, wanted: StructuredOutputs) -> Matcher:
         """A matcher at the start of the grammar. Raises what `compile` raises."""
@@ -157,7 +163,7 @@ def new_compiler(pieces: list[bytes], eos_token_ids: list[int]) -> Any:
 
     info = xgrammar.TokenizerInfo(pieces, vocab_size=len(pieces), stop_token_ids=eos_token_ids)
     threads = max(1, min(4, (os.cpu_count() or 1) // 2))
-    return xgrammar.GrammarCompiler(info, max_threads=threads, cache_limit_bytes=CACHE_BYTES)
+    return xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
 
 
 def compile_text(compiler: Any, kind: str, text: str, strict: bool, is_compact: bool) -> Any:

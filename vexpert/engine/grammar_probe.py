@@ -8,11 +8,13 @@ import base64
 import json
 import os
 import random
+import re
 import resource
 import select
 import signal
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import weakref
@@ -20,6 +22,7 @@ from collections import OrderedDict
 from collections.abc import Callable
 from typing import IO, Any
 
+from vexpert.engine.grammar_cache import key_of
 from vexpert.engine.structured_outputs import StructuredOutputs
 
 START_SECONDS = 60
@@ -27,6 +30,8 @@ SECONDS = 10  # for one constraint
 MAX_BYTES = 4 * 2**30  # of memory
 WALKS, STEPS = 4, 64  # random texts that are tried, and tokens of each
 REMEMBERED = 4096
+MAX_WARNINGS = 65536  # bytes of them that are read
+QUICK_SIZE = 256  # states: about half a second with a vocabulary of 100,000 tokens
 POLL_SECONDS = 0.1  # between two looks at whether somebody waits still
 NOT_WANTED = "nobody waits for it any more"
 COMMAND = "from vexpert.engine.grammar_probe import main; main()"
@@ -38,13 +43,11 @@ def always() -> bool:
 
 
 def needs_probe(wanted: StructuredOutputs) -> bool:
-    """Whether the caller's own words reach the parsers of expressions and grammars.
+    """Whether compiling may take long, or the caller's own words reach the parser of grammars.
 
-    Choices and schemas without patterns do not: their size and depth bound the work.
+    A small constraint of the other kinds is one that vexpert has written itself.
     """
-    if wanted.kind == "json":
-        return "attern" in json.dumps(wanted.json)  # pattern, patternProperties
-    return wanted.kind in ("regex", "grammar", "structural_tag")
+    return wanted.size > QUICK_SIZE
 
 
 class Probe:
@@ -56,35 +59,38 @@ class Probe:
         self._lock = threading.Lock()  # of the process
         self._noting = threading.Lock()  # of what has passed: a step must not wait for the process
         self._process: subprocess.Popen[bytes] | None = None
-        self._passed: OrderedDict[str, None] = OrderedDict()
+        self._passed: OrderedDict[str, float] = OrderedDict()  # seconds that it took
 
-    def has_passed(self, wanted: StructuredOutputs) -> bool:
-        """Whether `check` is done; it is then remembered for longer."""
+    def seconds(self, wanted: StructuredOutputs) -> float | None:
+        """What compiling took, where `check` is done; it is then remembered for longer."""
         task = _task(wanted)
         with self._noting:
             if task in self._passed:
                 self._passed.move_to_end(task)
-            return task in self._passed
+            return self._passed.get(task)
 
     def check(self, wanted: StructuredOutputs, is_wanted: Callable[[], bool] = always) -> None:
         """Raise RequestError for a constraint that cannot be compiled in bounds.
 
         Also soon after `is_wanted` says that nobody waits for it.
         """
-        if self.has_passed(wanted):
+        if self.seconds(wanted) is not None:
             return
         with self._lock:
-            if self.has_passed(wanted):
+            if self.seconds(wanted) is not None:
                 return
             answer = self._ask(_task(wanted), wanted, is_wanted)
-        if answer != "ok":
+        if isinstance(answer, str):
             raise wanted.refusal(f"{wanted.kind}: {answer}")
         with self._noting:
-            self._passed[_task(wanted)] = None
+            self._passed[_task(wanted)] = answer
             if len(self._passed) > REMEMBERED:
                 self._passed.popitem(last=False)
 
-    def _ask(self, task: str, wanted: StructuredOutputs, is_wanted: Callable[[], bool]) -> str:
+    def _ask(
+        self, task: str, wanted: StructuredOutputs, is_wanted: Callable[[], bool]
+    ) -> str | float:
+        """The seconds it took, or why it cannot be."""
         if not is_wanted():
             return NOT_WANTED
         if self._process is not None and self._process.poll() is not None:
@@ -107,7 +113,7 @@ class Probe:
             [sys.executable, "-c", COMMAND],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
-            stderr=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,  # until it keeps its own
             env=environment,
             start_new_session=True,  # a Ctrl-C is not for it
         )
@@ -125,7 +131,7 @@ class Probe:
 
 def _task(wanted: StructuredOutputs) -> str:
     """The line that asks for `wanted`."""
-    return json.dumps([wanted.kind, wanted.text, wanted.strict, wanted.disable_any_whitespace])
+    return json.dumps(key_of(wanted))
 
 
 def _exchange(
@@ -133,7 +139,7 @@ def _exchange(
     line: bytes,
     seconds: float,
     is_wanted: Callable[[], bool] = always,
-) -> str | None:
+) -> str | float | None:
     """Send a line and read one; None after `seconds`, unwanted, or when the process has ended."""
     assert process.stdin is not None
     assert process.stdout is not None
@@ -151,7 +157,8 @@ def _exchange(
     if not answer:
         process.wait()
         return None
-    return str(json.loads(answer))
+    told: str | float = json.loads(answer)
+    return told
 
 
 def _end(process: "subprocess.Popen[bytes]") -> None:
@@ -171,27 +178,56 @@ def _close(pipe: IO[bytes] | None) -> None:
 
 def main() -> None:
     """The process: vocabulary in, then a constraint a line; an answer for each."""
-    from vexpert.engine.grammar import compile_text, new_compiler
+    from vexpert.engine.grammar import new_compiler
 
     resource.setrlimit(resource.RLIMIT_DATA, (MAX_BYTES, MAX_BYTES))
     hello = json.loads(sys.stdin.readline())
     pieces = [base64.b64decode(word) for word in hello["pieces"]]
     compiler = new_compiler(pieces, hello["eos"])
+    warnings = _Warnings()
     _say("ready")
     for line in sys.stdin:
         signal.alarm(2 * SECONDS)  # ends the process even where nobody waits for it any more
-        try:
-            _walk(compile_text(compiler, *json.loads(line)), len(pieces))
-        except (RuntimeError, ValueError, TypeError, MemoryError) as error:
-            from vexpert.engine.grammar import cause
-
-            _say(cause(error))
-        else:
-            _say("ok")
+        _say(_try(compiler, json.loads(line), len(pieces), warnings))
         signal.alarm(0)
 
 
-def _say(answer: str) -> None:
+def _try(compiler: Any, task: list[Any], vocab_size: int, warnings: "_Warnings") -> str | float:
+    """The seconds that compiling takes, or what is wrong."""
+    from vexpert.engine.grammar import cause, compile_text
+
+    begun = time.monotonic()
+    try:
+        compiled = compile_text(compiler, *task)
+        seconds = time.monotonic() - begun
+        warning = warnings.take()
+        _walk(compiled, vocab_size)
+    except (RuntimeError, ValueError, TypeError, MemoryError) as error:
+        return cause(error)
+    return warning or seconds
+
+
+class _Warnings:
+    """What the compiler writes to stderr: a warning tells what it would leave aside."""
+
+    def __init__(self) -> None:
+        file, path = tempfile.mkstemp()
+        os.unlink(path)
+        self._file = sys.stderr.fileno()
+        os.dup2(file, self._file)
+        os.close(file)
+
+    def take(self) -> str:
+        """The first since the last call, or nothing."""
+        size = os.lseek(self._file, 0, os.SEEK_END)
+        text = os.pread(self._file, min(size, MAX_WARNINGS), 0).decode("utf-8", "replace")
+        os.ftruncate(self._file, 0)
+        os.lseek(self._file, 0, os.SEEK_SET)
+        found = re.search(r"Warning: (.*)", text)
+        return found[1][:300] if found else ""
+
+
+def _say(answer: str | float) -> None:
     print(json.dumps(answer), flush=True)
 
 

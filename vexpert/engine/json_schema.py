@@ -5,17 +5,17 @@ const, enum, anyOf or oneOf, allOf of one, type. A keyword that it would leave a
 that no schema is half enforced.
 """
 
-import re
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vexpert.engine.json_numbers import KEYWORDS, MAX_INTEGER, NumberFault, enforced
+from vexpert.engine.json_objects import fault_of_names
+from vexpert.engine.json_parts import ANNOTATIONS, inner_schemas
+from vexpert.engine.regex_parser import RegexError
+from vexpert.engine.regex_writer import rewritten_in_json
+
 MAX_DEPTH = 64  # schemas inside one another; compiling gets slow far beyond
-ANNOTATIONS = frozenset({
-    "$anchor", "$comment", "$defs", "$id", "$schema", "contentEncoding", "contentMediaType",
-    "default", "definitions", "deprecated", "description", "discriminator", "example", "examples",
-    "readOnly", "title", "writeOnly",
-})  # fmt: skip
-NUMBER = {"minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum", "multipleOf"}
+NUMBER = set(KEYWORDS)
 OF_TYPE = {
     "string": {"minLength", "maxLength", "pattern", "format"},
     "integer": NUMBER,
@@ -28,16 +28,12 @@ OF_TYPE = {
         "minProperties", "maxProperties",
     },
 }  # fmt: skip
-# The compiler's own rule for lengths lets raw control characters into a string, which is no JSON.
-PLAIN = r'[^"\\\x00-\x1f]'
-CLASSES = re.compile(r"\[\^?\]?(?:\\.|[^\]\\])*\]")
-UNESCAPED = re.compile(r'"|\\\\|\\[tnrfvxuc0]|[\x00-\x1f]')  # the compiler writes these as they are
-ESCAPE = re.compile(r"\\(.)", re.DOTALL)
-KNOWN_ESCAPES = frozenset("dDwWsSnrtfvxu0")  # of letters and digits; others stand for themselves
-SIDE_BY_SIDE = (
-    {"pattern", "format"},
-    {"minLength", "maxLength"},
-)  # of these the first alone counts
+COUNTS = (
+    ("minLength", "maxLength"),
+    ("minItems", "maxItems"),
+    ("minProperties", "maxProperties"),
+)
+MAX_COUNT = 65536  # of a `min...`
 SINGLE = ("$ref", "const", "enum", "anyOf", "oneOf", "allOf", "type")
 IS_OF_TYPE: dict[str, Callable[[Any], bool]] = {
     "string": lambda value: isinstance(value, str),
@@ -56,29 +52,35 @@ def _is_number(value: object) -> bool:
 
 def check_schema(schema: Any, strict: bool) -> str | None:
     """What is wrong with a schema, or None. `strict` as in StructuredOutputs."""
-    pending = [(schema, "schema", 0)]
+    pending = [(schema, "schema", "#", 0)]
+    places, refs = set[str](), list[tuple[str, Any]]()
     while pending:
-        part, where, depth = pending.pop()
+        part, where, at, depth = pending.pop()
+        places.add(at)
         if depth > MAX_DEPTH:
             return f"schemas nest more than {MAX_DEPTH} deep"
         if isinstance(part, bool):
             continue
         if not isinstance(part, dict):
             return f"{where} is not a schema: use an object or a boolean"
-        fault = _fault(part, schema)
+        fault = _fault(part) or fault_of_names(part, strict)
         if fault is not None:
             return f"{where}: {fault}"
-        pending += [(inner, name, depth + 1) for name, inner in _inner(part)]
-    return None
+        refs += [(where, part["$ref"])] if "$ref" in part else []
+        pending += [
+            (inner, name, f"{at}/{step}", depth + 1) for name, step, inner in inner_schemas(part)
+        ]
+    faults = (f"{where}: {fault}" for where, ref in refs if (fault := _fault_of_ref(ref, places)))
+    return next(faults, None)
 
 
-def _fault(part: dict[str, Any], root: Any) -> str | None:
+def _fault(part: dict[str, Any]) -> str | None:
     keyword = next((name for name in SINGLE if name in part), None)
     if keyword is None:
         return _fault_without_type(part)
     match keyword:
         case "$ref":
-            return _fault_of_ref(part["$ref"], root) or _beside(part, keyword, set())
+            return _beside(part, keyword, set())
         case "const" | "enum":
             return _fault_of_values(part, keyword)
         case "type":
@@ -120,7 +122,18 @@ def _fault_of_values(part: dict[str, Any], keyword: str) -> str | None:
     for value in values:
         if kinds is not None and not any(IS_OF_TYPE[kind](value) for kind in kinds):
             return f"{keyword}: {value!r} is not of type {part['type']!r}"
+    if any(abs(number) > MAX_INTEGER for number in _integers(values)):
+        return f"{keyword}: integers go up to {MAX_INTEGER}; write larger ones as strings"
     return _beside(part, keyword, {"type"})
+
+
+def _integers(value: Any) -> Iterator[int]:
+    """All integers in a value."""
+    if isinstance(value, dict | list):
+        for inner in value.values() if isinstance(value, dict) else value:
+            yield from _integers(inner)
+    elif isinstance(value, int):
+        yield value
 
 
 def _types(kinds: Any) -> list[str] | None:
@@ -134,25 +147,53 @@ def _fault_of_type(part: dict[str, Any]) -> str | None:
     if kinds is None:
         return f"type: use one or more of {', '.join(OF_TYPE)}"
     allowed = set[str]().union(*(OF_TYPE[kind] for kind in kinds))
-    if all(side & set(part) for side in SIDE_BY_SIDE):
-        return "pattern or format beside minLength or maxLength cannot be enforced; use one of them"
-    lengths = (part.get("minLength", 0), part.get("maxLength", 0))
-    if not all(type(length) is int and length >= 0 for length in lengths):
-        return "minLength and maxLength: use an integer from 0"
-    return _beside(part, "type", allowed) or _fault_of_pattern(part) or _fault_of_object(part)
+    return (
+        _beside(part, "type", allowed)
+        or _fault_of_counts(part)
+        or _fault_of_text(part)
+        or _fault_of_numbers(part, kinds)
+        or _fault_of_object(part)
+    )
 
 
-def _fault_of_pattern(part: dict[str, Any]) -> str | None:
-    patterns = part.get("patternProperties", {})
-    names = list(patterns) if isinstance(patterns, dict) else []
-    for pattern in [part.get("pattern", ""), *names]:
+def _fault_of_counts(part: dict[str, Any]) -> str | None:
+    for names in COUNTS:
+        for name in names:
+            value = part.get(name, 0)
+            if type(value) is not int or value < 0:
+                return f"{name}: use an integer from 0"
+        least, most = (part.get(name) for name in names)
+        if least is not None and (least > MAX_COUNT or (most is not None and most < least)):
+            return f"{names[0]}={least}: use at most {MAX_COUNT}, and no more than {names[1]}"
+    return None
+
+
+def _fault_of_text(part: dict[str, Any]) -> str | None:
+    ways = [{"pattern"}, {"format"}, {"minLength", "maxLength"}]  # the compiler follows one of them
+    if sum(bool(way & set(part)) for way in ways) > 1:
+        return "two of pattern, format and minLength or maxLength cannot be enforced; use one"
+    if not isinstance(part.get("format", ""), str):
+        return "format: use a string"
+    return _fault_of_patterns([part["pattern"]] if "pattern" in part else [])
+
+
+def _fault_of_patterns(patterns: list[Any]) -> str | None:
+    for pattern in patterns:
         if not isinstance(pattern, str):
             return "pattern: use a string"
-        escape = unknown_escape(pattern)
-        if escape is not None:
-            return f"pattern: {escape!r} is not served"
-        if UNESCAPED.search(CLASSES.sub("", pattern)):
-            return "pattern: a quote, backslash or control character outside [...] is not served"
+        try:
+            rewritten_in_json(pattern)
+        except RegexError as error:
+            return f"pattern: {error}"
+    return None
+
+
+def _fault_of_numbers(part: dict[str, Any], kinds: list[str]) -> str | None:
+    try:
+        if {"integer", "number"} & set(kinds):
+            enforced(part, kinds)
+    except NumberFault as fault:
+        return str(fault)
     return None
 
 
@@ -163,60 +204,17 @@ def _fault_of_object(part: dict[str, Any]) -> str | None:
     if not isinstance(required, list) or not all(isinstance(name, str) for name in required):
         return "required: use a list of names"
     missing = [name for name in required if name not in properties]
-    return f"required: {missing[0]!r} is not among the properties" if missing else None
+    if missing:
+        return f"required: {missing[0]!r} is not among the properties"
+    patterns = part.get("patternProperties", {})
+    if not isinstance(patterns, dict):
+        return "patternProperties: use an object of schemas"
+    return _fault_of_patterns(list(patterns))
 
 
-def _fault_of_ref(ref: Any, root: Any) -> str | None:
+def _fault_of_ref(ref: Any, places: set[str]) -> str | None:
     if not isinstance(ref, str) or not (ref == "#" or ref.startswith("#/")):
         return "$ref: only to a place in this schema, as #/$defs/NAME"
-    at = root
-    for name in ref.split("/")[1:]:
-        name = name.replace("~1", "/").replace("~0", "~")
-        if not isinstance(at, dict) or name not in at:
-            return f"$ref: nothing at {ref!r}"
-        at = at[name]
-    return None
-
-
-def unknown_escape(expression: str) -> str | None:
-    """An escape that the compiler would take for a plain character, as a word border, or None."""
-    for letter in ESCAPE.findall(expression):
-        if letter.isalnum() and letter not in KNOWN_ESCAPES:
-            return f"\\{letter}"
-    return None
-
-
-def plain_lengths(schema: Any) -> Any:
-    """A copy of a checked schema whose lengths of strings are patterns: the same, and valid JSON.
-
-    Such a string holds no escapes.
-    """
-    if isinstance(schema, list):
-        return [plain_lengths(part) for part in schema]
-    if not isinstance(schema, dict):
-        return schema
-    copy = {
-        name: value if name in ("const", "enum") else plain_lengths(value)
-        for name, value in schema.items()
-    }
-    least, most = schema.get("minLength", 0), schema.get("maxLength", "")
-    if isinstance(schema.get("type"), str | list) and (least or most != ""):
-        copy.pop("maxLength", None)
-        copy.pop("minLength", None)
-        copy["pattern"] = f"^{PLAIN}{{{least},{most}}}$"
-    return copy
-
-
-def _inner(part: dict[str, Any]) -> Iterator[tuple[str, Any]]:
-    """The schemas in `part`, with names for messages."""
-    for keyword in ("items", "additionalProperties", "propertyNames"):
-        if keyword in part:
-            yield keyword, part[keyword]
-    for keyword in ("anyOf", "oneOf", "allOf", "prefixItems"):
-        values = part.get(keyword)
-        for i, value in enumerate(values if isinstance(values, list) else ()):
-            yield f"{keyword}[{i}]", value
-    for keyword in ("properties", "patternProperties", "$defs", "definitions"):
-        values = part.get(keyword)
-        for name, value in values.items() if isinstance(values, dict) else ():
-            yield f"{keyword} {name!r}", value
+    if "%" in ref:
+        return f"$ref: {ref!r} is escaped, which is not served; rename what it points to"
+    return None if ref in places else f"$ref: no schema at {ref!r}"

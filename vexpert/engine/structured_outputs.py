@@ -5,13 +5,18 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from vexpert.config import shown
-from vexpert.engine.json_schema import check_schema, plain_lengths, unknown_escape
+from vexpert.engine.json_form import compiled_form
+from vexpert.engine.json_schema import check_schema
+from vexpert.engine.regex_parser import RegexError
+from vexpert.engine.regex_writer import rewritten
 from vexpert.errors import RequestError
 
 PARAM = "structured_outputs"
 KINDS = ("json", "json_object", "regex", "choice", "grammar", "structural_tag")
 MAX_CHARACTERS = 65536  # of a schema, a grammar or all choices together: compiles in about 1 s
 MAX_REGEX = 8192  # characters
+CHARACTERS = 64  # of choices that weigh as much as a state
+UNKNOWN_SIZE = 2**31  # of a grammar that nobody has read
 MAX_WHITESPACE = 32  # characters in a row between two parts of a JSON document
 
 
@@ -45,6 +50,7 @@ class StructuredOutputs:
     param: str = field(default=PARAM, compare=False)  # the request's field, for messages
     kind: str = field(init=False, default="")  # the one that is set
     text: str = field(init=False, default="", repr=False)  # of it, as the compiler takes it
+    size: int = field(init=False, default=0, repr=False)  # in states, about; or UNKNOWN_SIZE
 
     def __post_init__(self) -> None:
         try:
@@ -64,25 +70,27 @@ class StructuredOutputs:
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name}={shown(value)}: use True or False")
         object.__setattr__(self, "kind", given[0])
-        object.__setattr__(self, "text", self._text(getattr(self, given[0])))
+        text, size = self._compiled(getattr(self, given[0]))
+        object.__setattr__(self, "text", text)
+        object.__setattr__(self, "size", size)
 
-    def _text(self, value: Any) -> str:
+    def _compiled(self, value: Any) -> tuple[str, int]:
+        """(text, size)."""
         match self.kind:
             case "json":
                 return _schema_text(value, self.strict)
             case "json_object":
                 _require(value is True, f"json_object={shown(value)}: use True")
-                return '{"type":"object"}'
+                return '{"type":"object"}', 1
             case "structural_tag":
-                return _document_text("structural_tag", value)
+                return _document_text("structural_tag", value), UNKNOWN_SIZE
             case "choice":
-                return _choice_grammar(value)
-        limit = MAX_REGEX if self.kind == "regex" else MAX_CHARACTERS
+                grammar = _choice_grammar(value)
+                return grammar, len(grammar) // CHARACTERS
         _require(isinstance(value, str) and value != "", f"{self.kind}: use a string, not empty")
         if self.kind == "regex":
-            escape = unknown_escape(value)
-            _require(escape is None, f"regex: {escape!r} is not served")
-        return _checked(self.kind, value, limit)
+            return _regex_text(value)
+        return _checked(self.kind, value), UNKNOWN_SIZE
 
 
 def _checked(name: str, text: str, limit: int = MAX_CHARACTERS) -> str:
@@ -103,7 +111,7 @@ def _document_text(name: str, value: Any) -> str:
         _checked(name, value)
         try:
             value = json.loads(value)
-        except (json.JSONDecodeError, RecursionError) as error:
+        except (ValueError, RecursionError) as error:  # ValueError: an integer of 4300 digits too
             raise _Fault(f"{name}: not valid JSON: {error}") from error
     _require(isinstance(value, dict), f"{name}={shown(value)}: use a JSON object")
     try:
@@ -116,17 +124,24 @@ def _document_text(name: str, value: Any) -> str:
 def enforceable(schema: dict[str, Any], param: str) -> Any:
     """A JSON schema as it may stand in a structural tag. RequestError if it cannot be enforced."""
     try:
-        return json.loads(_schema_text(schema, True))
+        return json.loads(_schema_text(schema, True)[0])
     except _Fault as fault:
         raise RequestError(f"{param}: {fault}", param) from fault
 
 
-def _schema_text(value: Any, strict: bool) -> str:
-    text = _document_text("json", value)
-    schema = json.loads(text)
+def _schema_text(value: Any, strict: bool) -> tuple[str, int]:
+    schema = json.loads(_document_text("json", value))
     fault = check_schema(schema, strict)
     _require(fault is None, f"json: {fault}")
-    return json.dumps(plain_lengths(schema), ensure_ascii=False, separators=(",", ":"))
+    form, size = compiled_form(schema, strict)
+    return json.dumps(form, ensure_ascii=False, separators=(",", ":")), size
+
+
+def _regex_text(value: str) -> tuple[str, int]:
+    try:
+        return rewritten(_checked("regex", value, MAX_REGEX))
+    except RegexError as error:
+        raise _Fault(f"regex: {error}") from error
 
 
 def _choice_grammar(choices: Any) -> str:
@@ -134,6 +149,6 @@ def _choice_grammar(choices: Any) -> str:
     _require(is_list and len(choices) > 0 and all(choices), "choice: use a list of strings")
     for choice in choices:
         _checked("choice", choice)
-    # A JSON string is an EBNF literal: both escape the same way.
-    literals = [json.dumps(choice) for choice in dict.fromkeys(choices)]
+    # A JSON string is an EBNF literal, but for characters that JSON writes as two.
+    literals = [json.dumps(choice, ensure_ascii=False) for choice in dict.fromkeys(choices)]
     return _checked("choice", f"root ::= {' | '.join(literals)}")

@@ -12,6 +12,7 @@ from starlette.responses import Response
 
 from vexpert import __version__
 from vexpert.errors import VexpertError
+from vexpert.log import get_logger
 from vexpert.server.deadlines import ENDS
 from vexpert.server.disconnect import ClientDisconnectedError, EventStream, until_disconnect
 from vexpert.server.engine_client import AsyncEngine
@@ -22,6 +23,8 @@ from vexpert.server.progress import Update
 from vexpert.server.requests_log import NOTE
 from vexpert.server.service import Service
 from vexpert.server.tracing import NoTrace
+
+logger = get_logger(__name__)
 
 
 def new_id(kind: str) -> str:
@@ -125,26 +128,35 @@ async def _whole(engine: AsyncEngine, job: Job, formatter: Formatter, usage: Usa
 
 async def _events(
     generation: Generation, formatter: Formatter, usage: Usage, keep_alive: float
-) -> AsyncGenerator[str, None]:
+) -> AsyncGenerator[bytes, None]:
     writer = EventWriter(formatter)
     try:
         async for burst in generation.bursts(keep_alive):
             if burst is None:
-                yield ": keep-alive\n\n"
+                yield b": keep-alive\n\n"
                 continue
             written = ""
             for i, update in burst:
                 usage.count(i, update)
                 written += writer.write(i, update)
             if written:
-                yield written
+                yield written.encode()
         if formatter.include_usage:
-            yield event(formatter.last_chunk() | {"usage": usage.as_json()})
+            yield event(formatter.last_chunk() | {"usage": usage.as_json()}).encode()
     except (*SERVER_ERRORS, VexpertError) as error:
         usage.trace.end(error)
-        told = api_error(error)
-        yield event(error_object(told.message, told.status, told.param, told.code))
+        yield _error_event(error)
+    except Exception as error:
+        logger.exception("unexpected error in a stream")
+        usage.trace.end(error)
+        yield _error_event(error)
+        return  # without the last event: nothing says that the answer is complete
     finally:
         generation.close()
         usage.trace.end()
-    yield "data: [DONE]\n\n"
+    yield b"data: [DONE]\n\n"
+
+
+def _error_event(error: Exception) -> bytes:
+    told = api_error(error)
+    return event(error_object(told.message, told.status, told.param, told.code)).encode()

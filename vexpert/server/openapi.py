@@ -96,7 +96,8 @@ ANSWERS = {
 }
 STREAM = (
     "With `stream`: events `data: CHUNK`, CHUNK as OpenAI's; comments `: keep-alive` while nothing "
-    "comes; an error object instead of a chunk if the answer cannot go on; last `data: [DONE]`"
+    "comes; an error object instead of a chunk if the answer cannot go on; last `data: [DONE]`, "
+    "but after an error of status 500"
 )
 
 

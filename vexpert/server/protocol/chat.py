@@ -109,6 +109,9 @@ class ChatCompletionRequest(SamplingFields):
             raise RequestError(message, "max_tokens")
         if self.top_logprobs is not None and not self.logprobs:
             raise RequestError("top_logprobs: only with logprobs=true", "top_logprobs")
+        if self.parallel_tool_calls is not None and not self.tools:
+            message = "parallel_tool_calls: only with tools; leave it out"
+            raise RequestError(message, "parallel_tool_calls")
         check_template_variables(self.chat_template_kwargs)
 
     def constraints(self) -> list[StructuredOutputs]:

@@ -150,7 +150,7 @@ class ChatFormatter:
         rows = delta.logprobs
         wanted = self._count is not None and rows is not None
         tools = self._choices.get(delta.index)
-        called = tools is not None and tools.has_calls and delta.finish_reason == "stop"
+        called = tools is not None and tools.is_whole and delta.finish_reason == "stop"
         return {
             "logprobs": chat_logprobs(delta.token_ids, rows, self._count or 0) if wanted else None,
             "finish_reason": "tool_calls" if called else delta.finish_reason,

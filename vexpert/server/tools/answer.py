@@ -26,6 +26,11 @@ class ToolAnswer:
         self._parser = plan.parser()
         self.has_calls = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether there are calls, and no cut one among them."""
+        return self.has_calls and self._parser.is_whole
+
     def deltas(self, text: str, is_last: bool) -> list[Json]:
         """The `delta` objects that new text makes."""
         return [self._delta(event) for event in self._events(text, is_last)]

@@ -39,6 +39,9 @@ HEADER = re.compile(
     r'\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"(?:arguments|parameters)"\s*:\s*\{'
 )
 LONGEST_HEADER = 2000  # characters; beyond, an object is read whole
+DECODER = json.JSONDecoder(strict=False, parse_int=str)  # an int has a largest number of digits
+COLON = re.compile(r"\s*:\s*")
+COMMA = re.compile(r"\s*(?:,\s*(?!\})|(?=\}))")
 PYTHON_TAG = "<|python_tag|>"  # llama's, in front of a call
 
 
@@ -79,6 +82,11 @@ class Call:
         self.rest = ""
         self.is_complete = False
 
+    @property
+    def is_whole(self) -> bool:
+        """Whether all that was handed out is complete."""
+        return not self.is_started or self._arguments_end is not None
+
     def feed(self, text: str) -> Iterator[Event]:
         """Take the object's characters from `text`; `rest` is what follows its end."""
         self.rest = ""
@@ -93,9 +101,11 @@ class Call:
     def _advance(self) -> Iterator[Event]:
         is_short = len(self.text) < LONGEST_HEADER or self.is_complete
         if not self.is_started and is_short and (match := HEADER.match(self.text)):
-            self.is_started = True
-            self._sent = self._scanned = match.end() - 1
-            yield CallStart(self.index, json.loads(match[1], strict=False))
+            name = _name(match[1])
+            if name is not None:
+                self.is_started = True
+                self._sent = self._scanned = match.end() - 1
+                yield CallStart(self.index, name)
         if self.is_started:
             yield from self._more_arguments()
         elif self.is_complete:
@@ -120,23 +130,52 @@ class Call:
             yield CallArguments(self.index, call[1])
 
 
-def _call_of(text: str) -> tuple[str, str] | None:
-    """(name, arguments as JSON text) of a call object, or None."""
+def _name(text: str) -> str | None:
+    """The name that a JSON string tells; None for what is no JSON or no Unicode text."""
     try:
         found: Any = json.loads(text, strict=False)
-    except (json.JSONDecodeError, RecursionError):
+        found.encode()
+    except (ValueError, AttributeError):
         return None
-    name = found.get("name") if isinstance(found, dict) else None
-    if not isinstance(name, str):
+    return str(found)
+
+
+def _call_of(text: str) -> tuple[str, str] | None:
+    """(name, arguments as the JSON text that the model wrote) of a call object, or None."""
+    try:
+        members = _members(text)
+    except (ValueError, RecursionError):
         return None
-    arguments = found.get("arguments", found.get("parameters"))
-    if isinstance(arguments, dict):
-        return name, json.dumps(arguments, ensure_ascii=False)
-    return (name, arguments) if isinstance(arguments, str) else None
+    name = _name(members.get("name", ""))
+    written = members.get("arguments", members.get("parameters", ""))
+    if name is None:
+        return None
+    if written.startswith("{"):
+        return name, written
+    inner = _name(written)  # a string that holds the arguments
+    return None if inner is None else (name, inner)
+
+
+def _members(text: str) -> dict[str, str]:
+    """The JSON text of each member of an object. Raises ValueError for what is no object."""
+    place = len(text) - len(text[1:].lstrip())
+    members: dict[str, str] = {}
+    while text[place : place + 1] != "}":
+        key, end = DECODER.raw_decode(text, place)
+        colon = COLON.match(text, end)
+        if not isinstance(key, str) or colon is None:
+            raise ValueError("no member of an object")
+        _, end = DECODER.raw_decode(text, colon.end())
+        members[key] = text[colon.end() : end]
+        comma = COMMA.match(text, end)
+        if comma is None:
+            raise ValueError("the object goes on without a comma")
+        place = comma.end()
+    return members
 
 
 class ToolParser:
-    """Reads one answer. `is_open`: the prompt has written `format.opening` already.
+    """Reads one answer. `is_open`: a call must come, and the prompt has written `format.opening`.
 
     Text that only looks like a call is handed out as words. White space beside calls is dropped,
     but what stands between words before them and words behind.
@@ -145,6 +184,7 @@ class ToolParser:
 
     def __init__(self, format: ToolFormat, is_open: bool, single: bool) -> None:
         self._format = format
+        self._is_forced = is_open
         self._single = single
         self._buffer = ""
         self._call: Call | None = None
@@ -170,12 +210,19 @@ class ToolParser:
         text, self._buffer = self._buffer, ""
         if self._expects == "end" or (self._call is not None and self._call.is_started):
             return []
+        if self._is_forced:
+            return []  # what was to be a call, and was cut before its arguments
         if self._expects == "call":
             begun = "" if self._call is None else self._call.text
             text = self._led_here() + begun + text
         elif self._after_call:
             text = self._joined(text.rstrip())
         return [Words(text)] if text else []
+
+    @property
+    def is_whole(self) -> bool:
+        """Whether the calls that were handed out have all of their arguments."""
+        return self._call is None or self._call.is_whole
 
     def _is_wanted(self, event: Event) -> bool:
         return isinstance(event, Words) or not (self._single and event.index > 0)

@@ -45,9 +45,17 @@ class ToolPlan:
         for tool in self.tools:
             parameters = tool.function.parameters or {"type": "object", "properties": {}}
             schema = enforceable(parameters, "tools")
+            if not _may_be_object(parameters):
+                name = tool.function.name
+                raise RequestError(f"tools: parameters of {name!r}: use type 'object'", "tools")
             functions.append({"name": tool.function.name, "parameters": schema})
         tag = calls_constraint(self.format, functions, self.single)
         return StructuredOutputs(structural_tag=tag, param="tools")
+
+
+def _may_be_object(schema: dict[str, Any]) -> bool:
+    """Whether the arguments are an object, as far as the schema itself says; a $ref may."""
+    return "$ref" in schema or schema.get("type", "properties" in schema and "object") == "object"
 
 
 def plan_tools(body: ChatCompletionRequest, format: ToolFormat | None) -> ToolPlan | None:

@@ -1,0 +1,239 @@
+"""What a schema says of numbers, names, values and places is kept by every text, or refused."""
+
+import json
+import random
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from vexpert.engine.structured_outputs import StructuredOutputs, enforceable
+from vexpert.errors import RequestError
+
+pytest.importorskip("xgrammar")
+jsonschema_rs = pytest.importorskip("jsonschema_rs")
+
+from helpers_walks import compiled, walk  # noqa: E402 - needs xgrammar
+
+TEXTS = 4  # of each schema
+NULL = {"type": "null"}
+values = st.sampled_from(
+    [None, True, 0, -3, 2.5, 1e10, "", "a", 'ü"\\\n', "😀", [1, "x"], {"k": [None]}, 2**63 - 1]
+)
+bounds = st.sampled_from([-100, -7, -1, 0, 1, 5, 9, 10, 99, 100, 12345, 1e3, 0.5, -1.5, 3.141593])
+names = st.sampled_from(["a", "ab", "abc", "d e", "ü", '"q', "", "b"])
+
+
+@st.composite
+def numbers(draw: st.DrawFn) -> Any:
+    schema: Any = {"type": draw(st.sampled_from(["integer", "number", ["integer", "null"]]))}
+    for name in ("minimum", "maximum", "exclusiveMinimum", "exclusiveMaximum"):
+        if draw(st.integers(0, 3)) == 0:
+            schema[name] = draw(bounds)
+    if draw(st.booleans()):
+        schema["multipleOf"] = draw(st.sampled_from([1, 2, 3, 5, 10, 7.0, 0.5, 1.5, 100]))
+    return schema
+
+
+strings = st.sampled_from(
+    [
+        {"minLength": 1, "maxLength": 3},
+        {"maxLength": 0},
+        {"pattern": "^[a-c]+$"},
+        {"pattern": '["x]'},
+    ]
+    + [{"format": kind} for kind in ("date", "time", "email", "uuid", "ipv4", "uri", "hostname")]
+).map(lambda more: {"type": "string", **more})
+
+
+@st.composite
+def objects(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Any:
+    properties = draw(st.dictionaries(names, inner, max_size=3))
+    schema: Any = {"type": "object", "properties": properties}
+    schema["required"] = [name for name in properties if draw(st.booleans())]
+    if draw(st.booleans()):
+        schema["additionalProperties"] = draw(st.booleans() | inner)
+    for name in ("minProperties", "maxProperties"):
+        if draw(st.integers(0, 3)) == 0:
+            schema[name] = draw(st.integers(0, 3))
+    if draw(st.integers(0, 5)) == 0:
+        schema["patternProperties"] = {draw(st.sampled_from(["^x", "[0-9]+$"])): draw(inner)}
+    if draw(st.integers(0, 5)) == 0:
+        schema["propertyNames"] = draw(strings)
+    return schema
+
+
+@st.composite
+def arrays(draw: st.DrawFn, inner: st.SearchStrategy[Any]) -> Any:
+    schema: Any = {"type": "array"}
+    if draw(st.booleans()):
+        schema["items"] = draw(inner)
+    for name in ("minItems", "maxItems"):
+        if draw(st.booleans()):
+            schema[name] = draw(st.integers(0, 3))
+    return schema
+
+
+leaves = (
+    numbers()
+    | strings
+    | values.map(lambda value: {"const": value})
+    | st.lists(values, min_size=1, max_size=3).map(lambda several: {"enum": several})
+    | st.just({"$ref": "#/$defs/d~1e"})
+)
+schemas = st.recursive(leaves, lambda inner: objects(inner) | arrays(inner), max_leaves=6)
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(schemas, numbers() | strings, st.booleans(), st.integers(0, 9))
+def test_texts_of_an_accepted_schema_are_valid(
+    schema: Any, shared: Any, strict: bool, seed: int
+) -> None:
+    whole = {"$defs": {"d/e": shared}, "type": "object", "properties": {"p": schema}}
+    try:
+        wanted = StructuredOutputs(json=whole, strict=strict, disable_any_whitespace=True)
+        grammar = compiled(wanted)
+    except (RequestError, RuntimeError):
+        return
+    check_texts(grammar, whole, random.Random(seed))
+
+
+def check_texts(grammar: Any, schema: Any, rng: random.Random) -> int:
+    """The number of complete texts, all of which are valid."""
+    validator, complete = jsonschema_rs.Draft202012Validator(schema), 0
+    for _ in range(TEXTS):
+        text = walk(grammar, rng)
+        if text is not None:
+            complete += 1
+            validator.validate(json.loads(text))
+    return complete
+
+
+@pytest.mark.parametrize(
+    ("schema", "expected"),
+    [
+        ({"type": "integer", "minimum": 10, "maximum": 30, "multipleOf": 10}, {10, 20, 30}),
+        ({"type": "integer", "exclusiveMinimum": 0, "maximum": 7, "multipleOf": 2.5}, {5}),
+        ({"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.5}, {0, 0.5, 1}),
+        ({"type": ["integer", "null"], "minimum": 4, "maximum": 6, "multipleOf": 5}, {5, None}),
+        ({"type": "integer", "minimum": 0.5, "exclusiveMaximum": 3}, {1, 2}),
+        ({"type": "string", "pattern": '^["x\\\\]$'}, {"x"}),
+        ({"enum": ["😀", "\u2028"]}, {"😀", "\u2028"}),
+        ({"const": 2**63 - 1}, {2**63 - 1}),
+    ],
+)
+def test_all_texts_and_no_others(schema: Any, expected: set[Any]) -> None:
+    grammar, rng = compiled(StructuredOutputs(json=schema)), random.Random(0)
+    assert {json.loads(walk(grammar, rng) or "") for _ in range(30)} == expected
+
+
+@pytest.mark.parametrize("multiple", [3, 10, 100])
+def test_multiples_without_bounds(multiple: int) -> None:
+    for kind in ("integer", "number"):
+        schema = {"type": kind, "multipleOf": multiple}
+        grammar, rng = compiled(StructuredOutputs(json=schema)), random.Random(0)
+        found = [json.loads(text) for _ in range(30) if (text := walk(grammar, rng))]
+        assert len(set(found)) > 5
+        assert all(value % multiple == 0 for value in found)
+
+
+def test_an_open_name_is_never_one_of_the_named() -> None:
+    """Not even by an escape, as "\\u0061" for "a"."""
+    schema = {
+        "type": "object",
+        "properties": {"a": NULL, "ab": NULL, '"q': NULL, "x" * 60: NULL},
+        "additionalProperties": {"type": "boolean"},
+    }
+    grammar = compiled(StructuredOutputs(json=schema, disable_any_whitespace=True))
+    import xgrammar
+
+    def accepts(text: str) -> bool:
+        matcher = xgrammar.GrammarMatcher(grammar)
+        return bool(matcher.accept_string(text) and matcher.is_completed())
+
+    for good in ('{"a":null}', '{"b":true}', '{"abc":true}', '{"":true}', '{"a":null,"é":false}'):
+        assert accepts(good), good
+    assert accepts('{"\\"q":null}')
+    for bad in ("a", "ab", "\\u0061", '"q', '\\"q', "x" * 60):
+        assert not accepts(f'{{"{bad}":true}}'), bad
+
+
+@pytest.mark.parametrize(
+    ("schema", "told"),
+    [
+        ({"type": "integer", "minimum": 0, "multipleOf": 5}, "give both minimum and maximum"),
+        ({"type": "number", "multipleOf": 0.1}, "give both minimum and maximum"),
+        ({"type": "integer", "multipleOf": 4096}, "at most 1024"),
+        ({"type": "integer", "multipleOf": 0}, "above 0"),
+        ({"type": "integer", "minimum": 0, "maximum": 10**6, "multipleOf": 2}, "500001 multiples"),
+        ({"type": "integer", "minimum": 11, "maximum": 19, "multipleOf": 10}, "no multiple"),
+        ({"type": "integer", "minimum": 5, "maximum": 3}, "no integer"),
+        ({"type": "integer", "minimum": 10**30}, "beyond"),
+        ({"type": "integer", "exclusiveMinimum": True}, "use a number"),
+        ({"type": "number", "minimum": 1e-9, "maximum": 2e-9}, "six decimals"),
+        ({"type": "number", "exclusiveMinimum": 0, "exclusiveMaximum": 1e-6}, "six decimals"),
+        ({"type": "number", "minimum": 10**400}, "cannot be enforced"),
+        ({"type": "string", "pattern": '^["\\\\]$'}, "asks for a quote"),
+        ({"type": "string", "pattern": "^[\\n]$"}, "asks for a quote"),
+        ({"type": "object", "patternProperties": {'["]': NULL}}, "asks for a quote"),
+        ({"const": 2**63}, "as strings"),
+        ({"enum": [{"a": [-(2**70)]}]}, "as strings"),
+        ({"$ref": "#/default", "default": {"not": {}}}, "no schema at"),
+        ({"$ref": "#/examples", "examples": {"not": {}}}, "no schema at"),
+        ({"$ref": "#/$defs/a%20b", "$defs": {"a%20b": NULL, "a b": NULL}}, "rename"),
+        (
+            {"type": "object", "properties": {"a": NULL}, "patternProperties": {"a": NULL}},
+            "properties beside patternProperties",
+        ),
+        (
+            {"type": "object", "properties": {"a": NULL}, "propertyNames": {"type": "string"}},
+            "properties beside",
+        ),
+        ({"type": "object", "propertyNames": {"type": "integer"}}, "propertyNames"),
+        ({"type": "object", "patternProperties": {"a": NULL, "b": NULL}}, "one pattern"),
+        ({"type": "object", "minProperties": 2, "additionalProperties": NULL}, "at most 1"),
+        ({"type": "object", "minProperties": 3, "properties": {"a": NULL}}, "at most 1"),
+        ({"type": "string", "minLength": 3, "maxLength": 2}, "no more than"),
+        ({"type": "array", "minItems": -1}, "from 0"),
+        ({"type": "array", "maxItems": 2.5}, "from 0"),
+        ({"type": "string", "pattern": "a", "format": "date"}, "two of"),
+        ('{"maximum": ' + "1" * 5000 + ', "type": "integer"}', "not valid JSON"),
+    ],
+)
+def test_what_cannot_be_kept_is_refused(schema: Any, told: str) -> None:
+    with pytest.raises(RequestError) as refused:
+        StructuredOutputs(json=schema)
+    assert told in str(refused.value)
+
+
+def test_choices_are_written_as_they_are() -> None:
+    choices = ["😀", "\U0010ffff", "a\nb", '"q"', "\\", "\x7f", "é", "/*x*/"]
+    for choice in choices:
+        import xgrammar
+
+        matcher = xgrammar.GrammarMatcher(compiled(StructuredOutputs(choice=[choice, "other"])))
+        assert matcher.accept_string(choice)
+        assert matcher.is_completed()
+
+
+def test_the_compiler_warns_of_nothing_that_is_accepted(capfd: pytest.CaptureFixture[str]) -> None:
+    schema = {
+        "type": "object",
+        "properties": {
+            "a": {"type": "number", "minimum": 0, "maximum": 1, "multipleOf": 0.5},
+            "b": {"type": "integer", "multipleOf": 1.5},
+            "c": {"type": "string", "pattern": r"^\[x\]\ \<$"},
+            "d": {"type": "string", "maxLength": 2**40},
+        },
+    }
+    compiled(StructuredOutputs(json=schema))
+    assert capfd.readouterr().err == ""
+
+
+def test_a_form_that_is_a_schema_is_enforced_in_tool_calls() -> None:
+    schema = {"type": "object", "properties": {"n": {"type": "integer", "multipleOf": 2.5}}}
+    assert enforceable(schema, "tools")["properties"]["n"] == {
+        "type": ["integer"],
+        "multipleOf": 5,
+    }
