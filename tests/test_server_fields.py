@@ -125,7 +125,7 @@ CHAT_RULES: dict[str, Rule] = SHARED | {
     "metadata": Neutral({"a": "b"}),
     "safety_identifier": Neutral("x"),
     "prompt_cache_key": Neutral("x"),
-    "parallel_tool_calls": Neutral(True),  # what it does with tools: test_server_tools.py
+    "parallel_tool_calls": Refused(True),  # without tools; with them: test_server_tools.py
     "modalities": Neutral(["text"], (["text", "audio"],)),
     "prompt_cache_retention": Neutral("in_memory", ("24h",)),
     "reasoning_effort": Neutral("none", ("low", "high")),
