@@ -17,7 +17,8 @@ them with the sum.
 | keys, values | [rows, Hkv, d] | the cache, changed in place; what is not finite goes in as 0 |
 
 With a `DenseDelta`, q, k and v are first q + B[q, slot] h, and so on, rounded to their dtype:
-adapters of the packed product that made them. Base rows stay as they are.
+adapters of the packed product that made them. Base rows stay as they are. For tiles of tokens see
+rope_tiles.py.
 """
 
 from dataclasses import dataclass
@@ -88,7 +89,7 @@ def _load(
 
 
 @triton.jit
-def _scale(x, mask, factor, weight, column, FORM: tl.constexpr, dtype: tl.constexpr):
+def scale_heads(x, mask, factor, weight, column, FORM: tl.constexpr, dtype: tl.constexpr):
     """x [heads, n] normed, in float32; `column`: of the weight."""
     w = column
     if FORM != "plain":
@@ -103,7 +104,7 @@ def _finite(x):
 
 
 @triton.jit
-def _store(at, x, mask, CACHE: tl.constexpr):
+def store_heads(at, x, mask, CACHE: tl.constexpr):
     if CACHE:
         x = _finite(x)
     tl.store(at, x.to(at.dtype.element_ty), mask=mask)
@@ -189,21 +190,21 @@ def _rotate_heads(
         else:
             factor = tl.rsqrt(squares / D + eps)[:, None]
         if ROTARY > 0:
-            a = _scale(a, mask, factor, weight, line + first, FORM, dtype)
-            b = _scale(b, mask, factor, weight, line + second, FORM, dtype)
+            a = scale_heads(a, mask, factor, weight, line + first, FORM, dtype)
+            b = scale_heads(b, mask, factor, weight, line + second, FORM, dtype)
         if ROTARY < D:
-            x = _scale(x, kept, factor, weight, line + rest, FORM, dtype)
+            x = scale_heads(x, kept, factor, weight, line + rest, FORM, dtype)
     if ROTARY > 0:
         ac = (a * c).to(cos_dtype).to(tl.float32)
         bs = (b * s).to(cos_dtype).to(tl.float32)
         bc = (b * c).to(cos_dtype).to(tl.float32)
         as_ = (a * s).to(cos_dtype).to(tl.float32)
-        _store(target + head * D + first, (ac - bs).to(dtype).to(tl.float32), mask & written, CACHE)
-        _store(
+        store_heads(target + head * D + first, (ac - bs).to(dtype).to(tl.float32), mask & written, CACHE)
+        store_heads(
             target + head * D + second, (bc + as_).to(dtype).to(tl.float32), mask & written, CACHE
         )
     if ROTARY < D:
-        _store(target + head * D + rest, x, kept & written, CACHE)
+        store_heads(target + head * D + rest, x, kept & written, CACHE)
 
 
 @triton.jit
@@ -362,7 +363,7 @@ def rope_write(
         q,
         k,
         v,
-        *_weights(heads, q),
+        *norm_weights(heads, q),
         cos,
         sin,
         cache_rows,
@@ -396,7 +397,7 @@ def rope_write(
     return q_out
 
 
-def _weights(heads: Heads, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_weights(heads: Heads, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of both norms, or `none`."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
     assert (q_norm is None) == (k_norm is None), heads

@@ -9,6 +9,7 @@ from torch import nn
 from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.replay import Replays
+from vexpert.kernels.rope_tiles import can_tile, rope_tiles
 from vexpert.kernels.rope_write import Heads, Rope, rope_write
 from vexpert.lora.layers import LoraLinear
 from vexpert.models.attention import AttentionLayer, Softmax
@@ -18,8 +19,9 @@ PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 NORM_NAMES = ("q_norm", "k_norm")
 Angles = tuple[torch.Tensor, torch.Tensor]
 ATTENTION = Replays("attention")
-# x [..., in] -> q, k, v [..., out], and what is still to add to them
-Project = Callable[[torch.Tensor], tuple[tuple[torch.Tensor, ...], DenseDelta | None]]
+# x [..., in], and whether the reader can do tiles of tokens -> q, k, v [..., out], and what is
+# still to add to them
+Project = Callable[[torch.Tensor, bool], tuple[tuple[torch.Tensor, ...], DenseDelta | None]]
 
 
 class FusedAttention:
@@ -32,6 +34,7 @@ class FusedAttention:
         self.softmax = softmax
         self.pdl = pdl
         self.project: Project = self._each
+        self._tiles = can_tile(heads)
         self.output: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: o_proj itself
         norms = heads.q_norm, heads.k_norm
         sinks = softmax.sinks
@@ -41,7 +44,7 @@ class FusedAttention:
         forms = [None if norm is None else (norm.eps, norm.form, norm.width) for norm in norms]
         self._facts = (*sizes, *forms, softmax.scaling, softmax.softcap, len(self._tensors))
 
-    def _each(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
+    def _each(self, x: torch.Tensor, _: bool) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
         module = self.module
         return (module.q_proj(x), module.k_proj(x), module.v_proj(x)), None
 
@@ -58,7 +61,7 @@ class FusedAttention:
         """The same, and what its reader has still to add to it; None: nothing."""
         done, o_proj = self._attend(hidden_states, position_embeddings), self.module.o_proj
         if isinstance(o_proj, LoraLinear):
-            return o_proj.deferred(done)
+            return o_proj.deferred(done, True)
         return (self.output or o_proj)(done), None
 
     def _attend(self, hidden: torch.Tensor, position_embeddings: Angles | None) -> torch.Tensor:
@@ -67,7 +70,7 @@ class FusedAttention:
         assert isinstance(layer, AttentionLayer)
         running = layer.context.running
         rows, cache = running.step.cache_rows, (layer.keys, layer.values)
-        projected, rest = self.project(hidden)
+        projected, rest = self.project(hidden, self._tiles)
         parts = tuple(part[0] for part in projected)
         angles = _flat(parts[0], position_embeddings)
 
@@ -96,7 +99,7 @@ class FusedAttention:
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Queries [T, Hq, d]; keys and values go to `rows` [T] of the cache."""
-        projected, rest = self.project(hidden)
+        projected, rest = self.project(hidden, self._tiles)
         parts = tuple(part[0] for part in projected)
         return self._rotate(parts, _flat(parts[0], angles), rows, cache, rest)
 
@@ -108,8 +111,10 @@ class FusedAttention:
         cache: tuple[torch.Tensor, torch.Tensor],
         rest: DenseDelta | None,
     ) -> torch.Tensor:
-        q, k, v = parts
-        return rope_write(q, k, v, self.heads, self.rope, angles, rows, cache, self.pdl, rest)
+        given = (*parts, self.heads, self.rope, angles, rows, cache)
+        if rest is not None and rest.tile is not None:
+            return rope_tiles(*given, rest, self.pdl)
+        return rope_write(*given, self.pdl, rest)
 
 
 def _flat(q: torch.Tensor, angles: Angles | None) -> Angles:
