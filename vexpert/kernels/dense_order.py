@@ -53,6 +53,11 @@ class RowOrder:
         first = self.row, self.slot, self.run, self.run_start, self.run_end
         return *first, self.row_run, self.run_slot, self.counts
 
+    @property
+    def has_readers(self) -> bool:
+        """Whether a kernel that reads it was launched."""
+        return bool(self._readers)
+
     def is_settled(self) -> bool:
         """Whether this is not the first kernel that reads it, which must be an ordinary launch.
 

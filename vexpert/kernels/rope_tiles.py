@@ -26,7 +26,8 @@ from vexpert.kernels.dense_tile_reader import (
     tile_tensors,
 )
 from vexpert.kernels.launch import direct_launch
-from vexpert.kernels.rope_write import Heads, Rope, norm_weights, scale_heads, store_heads
+from vexpert.kernels.rms_norm import scale_rows
+from vexpert.kernels.rope_write import Heads, Rope, norm_weights, store_heads
 
 
 def can_tile(heads: Heads) -> bool:
@@ -69,6 +70,11 @@ def _rotate_tile(
     second = first + 1 if INTERLEAVED else pair + ROTARY // 2
     rest = ROTARY + tl.arange(0, BLOCK_P)
     kept = rest < D
+    w_first, w_second, w_rest = first, second, rest  # not read without a norm's weight
+    if NORM and FORM != "plain":
+        w_first = tl.load(weight + first, mask=within, other=0.0)
+        w_second = tl.load(weight + second, mask=within, other=0.0)
+        w_rest = tl.load(weight + rest, mask=kept, other=0.0)
     line = source + row[:, None] * stride
     out = target + target_row[:, None] * SIZE
     for head in range(first_head, tl.minimum(first_head + HEADS, COUNT)):
@@ -101,10 +107,10 @@ def _rotate_tile(
         if NORM:
             factor = tl.rsqrt(squares / D + eps)[:, None]
             if ROTARY > 0:
-                a = scale_heads(a, within[None, :], factor, weight, first[None, :], FORM, dtype)
-                b = scale_heads(b, within[None, :], factor, weight, second[None, :], FORM, dtype)
+                a = scale_rows(a * factor, w_first[None, :], FORM, dtype).to(tl.float32)
+                b = scale_rows(b * factor, w_second[None, :], FORM, dtype).to(tl.float32)
             if ROTARY < D:
-                x = scale_heads(x, kept[None, :], factor, weight, rest[None, :], FORM, dtype)
+                x = scale_rows(x * factor, w_rest[None, :], FORM, dtype).to(tl.float32)
         if ROTARY > 0:
             put = stored[:, None] & within[None, :]
             ac = (a * c).to(cos_dtype).to(tl.float32)

@@ -89,7 +89,7 @@ def _load(
 
 
 @triton.jit
-def scale_heads(x, mask, factor, weight, column, FORM: tl.constexpr, dtype: tl.constexpr):
+def _scale(x, mask, factor, weight, column, FORM: tl.constexpr, dtype: tl.constexpr):
     """x [heads, n] normed, in float32; `column`: of the weight."""
     w = column
     if FORM != "plain":
@@ -190,16 +190,18 @@ def _rotate_heads(
         else:
             factor = tl.rsqrt(squares / D + eps)[:, None]
         if ROTARY > 0:
-            a = scale_heads(a, mask, factor, weight, line + first, FORM, dtype)
-            b = scale_heads(b, mask, factor, weight, line + second, FORM, dtype)
+            a = _scale(a, mask, factor, weight, line + first, FORM, dtype)
+            b = _scale(b, mask, factor, weight, line + second, FORM, dtype)
         if ROTARY < D:
-            x = scale_heads(x, kept, factor, weight, line + rest, FORM, dtype)
+            x = _scale(x, kept, factor, weight, line + rest, FORM, dtype)
     if ROTARY > 0:
         ac = (a * c).to(cos_dtype).to(tl.float32)
         bs = (b * s).to(cos_dtype).to(tl.float32)
         bc = (b * c).to(cos_dtype).to(tl.float32)
         as_ = (a * s).to(cos_dtype).to(tl.float32)
-        store_heads(target + head * D + first, (ac - bs).to(dtype).to(tl.float32), mask & written, CACHE)
+        store_heads(
+            target + head * D + first, (ac - bs).to(dtype).to(tl.float32), mask & written, CACHE
+        )
         store_heads(
             target + head * D + second, (bc + as_).to(dtype).to(tl.float32), mask & written, CACHE
         )

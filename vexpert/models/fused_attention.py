@@ -11,9 +11,10 @@ from vexpert.kernels.norms import Norm
 from vexpert.kernels.replay import Replays
 from vexpert.kernels.rope_tiles import can_tile, rope_tiles
 from vexpert.kernels.rope_write import Heads, Rope, rope_write
-from vexpert.lora.layers import LoraLinear
+from vexpert.lora.layers import LoraLinear, LoraPackedLinear
 from vexpert.models.attention import AttentionLayer, Softmax
 from vexpert.models.fused_record import AttentionInputs, Call, Records, agree
+from vexpert.ops.attention import AttentionBatch
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 NORM_NAMES = ("q_norm", "k_norm")
@@ -22,6 +23,12 @@ ATTENTION = Replays("attention")
 # x [..., in], and whether the reader can do tiles of tokens -> q, k, v [..., out], and what is
 # still to add to them
 Project = Callable[[torch.Tensor, bool], tuple[tuple[torch.Tensor, ...], DenseDelta | None]]
+
+
+def prompt_lengths(batch: AttentionBatch) -> tuple[int, int]:
+    """What the host chooses attention's kernels for prompts by, besides shapes."""
+    # A single sequence has no decode rows beside its prompt's.
+    return batch.block_size, batch.max_kv_len if batch.num_sequences > 1 else 0
 
 
 class FusedAttention:
@@ -34,15 +41,16 @@ class FusedAttention:
         self.softmax = softmax
         self.pdl = pdl
         self.project: Project = self._each
+        self.packed: LoraPackedLinear | None = None  # what `project` is of
         self._tiles = can_tile(heads)
         self.output: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: o_proj itself
         norms = heads.q_norm, heads.k_norm
         sinks = softmax.sinks
         weights = [norm.weight for norm in norms if norm is not None]
-        self._tensors = [tensor for tensor in (*weights, sinks) if tensor is not None]
+        self.tensors = [tensor for tensor in (*weights, sinks) if tensor is not None]
         sizes = (heads.num_q, heads.num_kv, heads.width, rope, pdl)
         forms = [None if norm is None else (norm.eps, norm.form, norm.width) for norm in norms]
-        self._facts = (*sizes, *forms, softmax.scaling, softmax.softcap, len(self._tensors))
+        self.facts = (*sizes, *forms, softmax.scaling, softmax.softcap, len(self.tensors))
 
     def _each(self, x: torch.Tensor, _: bool) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
         module = self.module
@@ -82,11 +90,11 @@ class FusedAttention:
         if batch.max_query_len == 1 or rest is not None:  # whose tensors are not among the inputs
             done = run()[0]
         else:
-            lengths = batch.block_size, batch.max_query_len, batch.max_kv_len
+            lengths = prompt_lengths(batch)
             arrays = batch.query_starts, batch.kv_lens, batch.block_tables
             turned = () if angles[0] is parts[0] else angles
-            inputs = [*parts, *turned, rows, *cache, *arrays, *self._tensors]
-            (found,) = ATTENTION(None, (self._facts, layer.kind, lengths), inputs, run)
+            inputs = [*parts, *turned, rows, *cache, *arrays, *self.tensors]
+            (found,) = ATTENTION(None, (self.facts, layer.kind, lengths), inputs, run)
             assert found is not None
             done = found
         return done.view(1, done.shape[0], -1)
@@ -111,10 +119,11 @@ class FusedAttention:
         cache: tuple[torch.Tensor, torch.Tensor],
         rest: DenseDelta | None,
     ) -> torch.Tensor:
-        given = (*parts, self.heads, self.rope, angles, rows, cache)
+        q, k, v = parts
+        how = self.heads, self.rope, angles, rows, cache
         if rest is not None and rest.tile is not None:
-            return rope_tiles(*given, rest, self.pdl)
-        return rope_write(*given, self.pdl, rest)
+            return rope_tiles(q, k, v, *how, rest, self.pdl)
+        return rope_write(q, k, v, *how, self.pdl, rest)
 
 
 def _flat(q: torch.Tensor, angles: Angles | None) -> Angles:
