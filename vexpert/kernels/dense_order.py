@@ -53,11 +53,6 @@ class RowOrder:
         first = self.row, self.slot, self.run, self.run_start, self.run_end
         return *first, self.row_run, self.run_slot, self.counts
 
-    @property
-    def has_readers(self) -> bool:
-        """Whether a kernel that reads it was launched."""
-        return bool(self._readers)
-
     def is_settled(self) -> bool:
         """Whether this is not the first kernel that reads it, which must be an ordinary launch.
 
@@ -67,6 +62,11 @@ class RowOrder:
         settled = bool(self._readers)
         self._readers.append(None)
         return settled
+
+    def settle(self) -> None:
+        """An ordinary launch behind the order, which reads nothing: all may read it early."""
+        if not self.is_settled():
+            torch.zeros(1, dtype=torch.int32, device=self.slots.device)
 
 
 @triton.jit

@@ -78,10 +78,10 @@ class FlatLaunch:
         """Python that launches it: a{b} are addresses of bases; `constant` names a value."""
         args = [constant(arg) for arg in self.args]
         for index, base, offset in self.places:
-            args[index] = f"a{base} + {offset}" if offset else f"a{base}"
+            args[index] = f"a{base} + {constant(offset)}" if offset else f"a{base}"
         for index, base, offset, block in self.maps:
-            args[index] = f"{constant(block)}(a{base} + {offset})"
-        given = [*map(str, self.grid), stream, *map(constant, self.options)]
+            args[index] = f"{constant(block)}(a{base} + {constant(offset)})"
+        given = [*map(constant, self.grid), stream, *map(constant, self.options)]
         given += [f"({', '.join(args)},)"] if self.is_packed else args
         return f"{constant(self.launcher)}({', '.join(given)})"
 

@@ -6,8 +6,9 @@ Triton's compiled launcher and the driver cost, and little more.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from functools import cached_property
+from functools import cached_property, lru_cache
 from math import prod
+from types import CodeType
 from typing import Any, NamedTuple
 
 import torch
@@ -88,7 +89,7 @@ class Program:
         source = "\n    ".join(self._lines(constants))
         scope: dict[str, Any] = {**constants.names, "empty": torch.empty}
         scope |= {"linear": functional.linear, "uint8": torch.uint8}
-        exec(f"def run(tensors, addresses, device, stream):\n    {source}\n", scope)
+        exec(_compiled(f"def run(tensors, addresses, device, stream):\n    {source}\n"), scope)
         run: Callable[..., Tensors] = scope["run"]
         return run
 
@@ -97,15 +98,17 @@ class Program:
         inputs, made = range(self.num_inputs), self._made()
         late = {step.target for step in self.steps if isinstance(step, Product)}
         lines = [f"[{', '.join(f'a{i}' for i in inputs)}] = addresses"]
-        lines += [f"block = empty({self.block}, dtype=uint8, device=device)"]
+        lines += [f"block = empty({constants(self.block)}, dtype=uint8, device=device)"]
         lines += [f"a{self.num_inputs} = block.data_ptr()"]
         for base, one in made.items():
             if base not in late:
-                lines.append(f"t{base} = empty({one.shape}, dtype={constants(one.dtype)}, ")
+                lines.append(
+                    f"t{base} = empty({constants(one.shape)}, dtype={constants(one.dtype)}, "
+                )
                 lines[-1] += f"device=device); a{base} = t{base}.data_ptr()"
         for step in self.steps:
             if isinstance(step, Product):
-                lines.append(self._product(step))
+                lines.append(self._product(step, constants))
             else:
                 lines.append(step.source(constants, "stream"))
         bases = iter(made)
@@ -117,25 +120,32 @@ class Program:
         whole = [one for one in self.results if one is not None]
         return dict(enumerate((*whole, *self.held), self.num_inputs + 1))
 
-    def _product(self, step: Product) -> str:
+    def _product(self, step: Product, constants: "_Constants") -> str:
         def tensor(base: int) -> str:
             return f"tensors[{base}]" if base < self.num_inputs else f"t{base}"
 
-        x = tensor(step.x) + ("" if step.shape is None else f".view({step.shape})")
+        shape = constants(step.shape)
+        x = tensor(step.x) + ("" if step.shape is None else f".view({shape})")
         bias = None if step.bias is None else tensor(step.bias)
         to = step.target
         return f"t{to} = linear({x}, {tensor(step.weight)}, {bias}); a{to} = t{to}.data_ptr()"
 
 
+@lru_cache(maxsize=64)
+def _compiled(source: str) -> CodeType:
+    """Kept: programs of one wiring have one source, and compiling it takes milliseconds."""
+    return compile(source, "<program>", "exec")
+
+
 class _Constants:
-    """Names for what has no literal."""
+    """Names for values, so that a source has none of them."""
 
     def __init__(self) -> None:
         self.names: dict[str, Any] = {}
 
     def __call__(self, value: Any) -> str:
-        if value is None or type(value) in (bool, int):
-            return repr(value)
+        if value is None:
+            return "None"
         name = f"c{len(self.names)}"
         self.names[name] = value
         return name

@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 import torch
@@ -45,25 +46,36 @@ class _Operations(TorchDispatchMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
     ) -> Any:
-        name, given = func.overloadpacket.__name__, kwargs or {}
-        if name == "linear":
-            result = func(*args, **given)
-            self._launches.append(_multiplied(result, *args, **given))
-            self._keep(result)
-            return result
-        if func._can_decompose():  # as it is in inference mode
+        given = kwargs or {}
+        kind = _kind(func)
+        if kind == "composite":  # as it is in inference mode
             with self:
                 return func.decompose(*args, **given)
         result = func(*args, **given)
-        if name in MAKERS:
+        if kind == "product":
+            self._launches.append(_multiplied(result, *args, **given))
+        if kind in ("maker", "product"):
             self._keep(result)
-        elif name not in VIEWS:
-            self.others.add(name)
+        elif kind == "other":
+            self.others.add(func.overloadpacket.__name__)
         return result
 
     def _keep(self, made: torch.Tensor) -> None:
         self.made.add(made.untyped_storage().data_ptr())
         self._kept.append(made)
+
+
+@cache
+def _kind(func: Any) -> str:
+    """What an operation of PyTorch is to a program."""
+    name = func.overloadpacket.__name__
+    if name == "linear":
+        return "product"
+    if name in MAKERS:
+        return "maker"
+    if name in VIEWS:
+        return "view"
+    return "composite" if func._can_decompose() else "other"
 
 
 def _multiplied(result: torch.Tensor, x: Any, weight: Any, bias: Any = None) -> Multiplied:

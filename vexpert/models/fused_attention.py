@@ -8,6 +8,7 @@ from torch import nn
 
 from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norms import Norm
+from vexpert.kernels.paged_decode import programs_of
 from vexpert.kernels.replay import Replays
 from vexpert.kernels.rope_tiles import can_tile, rope_tiles
 from vexpert.kernels.rope_write import Heads, Rope, rope_write
@@ -52,6 +53,14 @@ class FusedAttention:
         forms = [None if norm is None else (norm.eps, norm.form, norm.width) for norm in norms]
         self.facts = (*sizes, *forms, softmax.scaling, softmax.softcap, len(self.tensors))
 
+    def arrays(self, batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
+        """What attention of a step with prompts reads besides queries, the cache and weights."""
+        first = batch.query_starts, batch.kv_lens, batch.block_tables
+        if batch.num_sequences == 1:  # no decode rows beside its prompt's
+            return first
+        heads = self.heads
+        return *first, batch.arrivals(programs_of(heads.num_kv, heads.num_q // heads.num_kv))
+
     def _each(self, x: torch.Tensor, _: bool) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
         module = self.module
         return (module.q_proj(x), module.k_proj(x), module.v_proj(x)), None
@@ -91,9 +100,8 @@ class FusedAttention:
             done = run()[0]
         else:
             lengths = prompt_lengths(batch)
-            arrays = batch.query_starts, batch.kv_lens, batch.block_tables
             turned = () if angles[0] is parts[0] else angles
-            inputs = [*parts, *turned, rows, *cache, *arrays, *self.tensors]
+            inputs = [*parts, *turned, rows, *cache, *self.arrays(batch), *self.tensors]
             (found,) = ATTENTION(None, (self.facts, layer.kind, lengths), inputs, run)
             assert found is not None
             done = found

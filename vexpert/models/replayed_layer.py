@@ -93,18 +93,16 @@ class ReplayedLayer:
         view = None if layer.state is None else layer.state.view
         if view is not None and not _is_bounded(layer, view):
             return run()
-        step = _find_step(running, angles, layer, view)
+        step = _find_step(running, _fused(self._parts), angles, layer, view)
         key: Hashable = layer.number, step.key
         inputs = [hidden, normed, *layer.tensors, *step.tensors]
         if view is not None and step.order is not None:
             assert view.signature is not None
             ranks = tuple([view.signature.ranks[site] for site in layer.sites])
-            key = key, ranks, view.signature.adapters, step.order.has_readers
+            key = key, ranks, view.signature.adapters
             inputs += layer.tables_of_sites
         total, ahead = self._shared.replays(None, key, inputs, run, unsaid=2)
         assert total is not None
-        if step.order is not None:
-            step.order.is_settled()
         return total, ahead
 
     def _prompt(self, hidden: torch.Tensor, normed: torch.Tensor) -> StepPlan | None:
@@ -129,6 +127,12 @@ class ReplayedLayer:
         return self._known
 
 
+def _fused(parts: "Parts") -> FusedAttention:
+    fused = parts.attention.forward
+    assert isinstance(fused, FusedAttention)
+    return fused
+
+
 def _cached(parts: "Parts") -> AttentionLayer:
     layer = parts.attention.vexpert_layer
     assert isinstance(layer, AttentionLayer)
@@ -150,6 +154,7 @@ def _is_bounded(layer: _Layer, view: BatchView) -> bool:
 
 def _find_step(
     running: StepPlan,
+    fused: FusedAttention,
     angles: tuple[torch.Tensor, torch.Tensor],
     layer: _Layer,
     view: BatchView | None,
@@ -159,13 +164,13 @@ def _find_step(
     if isinstance(found, _Step):
         return found
     batch = running.attention_batch
-    tensors = [*angles, running.step.cache_rows]
-    tensors += [batch.query_starts, batch.kv_lens, batch.block_tables]
+    tensors = [*angles, running.step.cache_rows, *fused.arrays(batch)]
     order = None
     if view is not None and layer.rows is not None:
         group = layer.rows.shared_group(view, LoraLinear.rows_key, view.slots)
         assert isinstance(group.routing, TritonRouting)
         order = group.routing.order
+        order.settle()  # else the first layer's launches would be others
         tensors += [order.slots, *order.arrays]
     key = prompt_lengths(batch), tuple([(t.dtype, t.shape, t.stride()) for t in tensors])
     made = running.found[id(angles[0])] = _Step(angles, key, tensors, order)
