@@ -102,10 +102,9 @@ class Program:
         lines += [f"a{self.num_inputs} = block.data_ptr()"]
         for base, one in made.items():
             if base not in late:
-                lines.append(
-                    f"t{base} = empty({constants(one.shape)}, dtype={constants(one.dtype)}, "
-                )
-                lines[-1] += f"device=device); a{base} = t{base}.data_ptr()"
+                shape, dtype = constants(one.shape), constants(one.dtype)
+                lines.append(f"t{base} = empty({shape}, dtype={dtype}, device=device)")
+                lines.append(f"a{base} = t{base}.data_ptr()")
         for step in self.steps:
             if isinstance(step, Product):
                 lines.append(self._product(step, constants))

@@ -109,7 +109,7 @@ class ReplayedLayer:
         """The running step, if it is one of prompts that may be replayed."""
         tokens = hidden.numel() // hidden.shape[-1]
         router = self._parts.router
-        if not LEAST_TOKENS < tokens <= MOST_TOKENS or not hidden.is_cuda:
+        if not LEAST_TOKENS < tokens <= MOST_TOKENS or not _is_on_gpu(hidden):
             return None
         if router is None or router.is_adapted or hidden.dtype is not normed.dtype:
             return None
@@ -125,6 +125,10 @@ class ReplayedLayer:
             self._of = cached.keys, tables
             self._known = _describe(self._parts, cached, self._shared)
         return self._known
+
+
+def _is_on_gpu(tensor: torch.Tensor) -> bool:
+    return tensor.is_cuda
 
 
 def _fused(parts: "Parts") -> FusedAttention:
