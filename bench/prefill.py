@@ -269,7 +269,7 @@ def time_whole(dry: bool) -> None:
     if not dry:
         with compile_only(), ways("layers, tiles"), torch.inference_mode():
             for signature in warmup._signatures(model):
-                for tokens in (500, 512, 2048, 8192):
+                for tokens in (501, 512, 2031, 2048, 8192):  # classes of lengths
                     steps = warmup._Steps(model, tokens + 64, model.block_size)
                     model.raw_logits(steps.prompt(tokens, signature))
     say(f"ready after {time.perf_counter() - began:.0f} s; {len(ways.layers)} layers")
