@@ -21,7 +21,7 @@ from typing import Any
 
 import dense_layer
 import torch
-from dense_layer import SLOTS, Cell, make_cell
+from dense_layer import Cell, make_cell
 
 from vexpert import LLM, SamplingParams
 from vexpert.bench.engine.files import find_model_shape, write_adapter, write_model
@@ -366,7 +366,7 @@ def main() -> None:
     parser.add_argument("--compile", action="store_true", help="parts: nothing else")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds, of parts")
     given = parser.parse_args()
-    say("commit", commit(), "slots", SLOTS)
+    say("commit", commit())
     if given.part == "whole":
         time_whole(given.dry)
         return
