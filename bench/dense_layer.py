@@ -71,7 +71,11 @@ class Cell:
         return torch.cat(out, 1)
 
 
-def make_cell(layer: str, rows: int, adapters: int, rank: int, base_share: float) -> Cell:
+def make_cell(
+    layer: str, rows: int, adapters: int, rank: int, base_share: float, in_runs: bool = False
+) -> Cell:
+    """`in_runs`: the rows of an adapter follow one another, as a prompt's do."""
+    in_runs = in_runs or rows >= 1024
     sizes, depth = LAYERS[layer]
     torch.manual_seed(0)
     parts = [rank * (depth + size) for size in sizes]
@@ -90,8 +94,8 @@ def make_cell(layer: str, rows: int, adapters: int, rank: int, base_share: float
     tables = tuple(
         SiteTable(arena, both[7 * i : 7 * i + 7], [rank] * SLOTS, 8) for i in range(len(sizes))
     )
-    slots = torch.arange(rows) % adapters if rows < 1024 else torch.arange(rows) * adapters // rows
-    slots = slots[torch.randperm(rows)] if rows < 1024 else slots
+    slots = torch.arange(rows) * adapters // rows if in_runs else torch.arange(rows) % adapters
+    slots = slots if in_runs else slots[torch.randperm(rows)]
     slots[torch.rand(rows) < base_share] = -1
     slots = slots.to(DEVICE)
     routing = select_backend("triton", DEVICE, DTYPE).route(slots, None, 1, SLOTS)

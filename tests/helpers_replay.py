@@ -7,6 +7,7 @@ import json
 import logging
 import sys
 from collections.abc import Callable
+from functools import partial
 from itertools import pairwise
 from typing import Any
 
@@ -14,6 +15,7 @@ import torch
 import triton
 import triton.language as tl
 from helpers_launch import Driver, OnDevice, on_device
+from torch.nn import functional
 from triton import knobs
 from triton.runtime import driver
 
@@ -164,6 +166,59 @@ def replay_usual() -> dict[str, Any]:
     return said
 
 
+def multiplies(inner: Replays, x: torch.Tensor, w: torch.Tensor) -> Tensors:
+    """y = (x + x) W^T + x, the first sum by an operation that is replayed itself."""
+    runs.append("multiplies")
+    n = x.numel()
+
+    def double() -> Tensors:
+        runs.append("double")
+        doubled = empty(n)
+        add[(n // 32,)](x, x, doubled, n, BLOCK=32)
+        return (doubled,)
+
+    (doubled,) = inner(None, "double", (x,), double)
+    assert doubled is not None
+    product = functional.linear(doubled.view(-1, 16), w)
+    y = empty(n)
+    add[(n // 32,)](product, x, y, n, BLOCK=32)
+    return (y,)
+
+
+@torch.inference_mode()
+def replay_product() -> dict[str, Any]:
+    """Also at another length."""
+    outer, inner = Replays("with a product"), Replays("inside")
+    products: list[tuple[int, ...]] = []
+    linear = functional.linear
+
+    def note_product(x: torch.Tensor, w: torch.Tensor, bias: Any = None) -> torch.Tensor:
+        made = linear(x, w, bias)
+        products.append((*x.shape, x.data_ptr(), w.data_ptr(), made.data_ptr()))
+        return made
+
+    functional.linear = note_product  # type: ignore[assignment]
+    said = {}
+    for name, length, times in (("product", 256, 4), ("product at another length", 128, 3)):
+        runs.clear()
+        for _ in range(times):
+            noted.clear()
+            products.clear()
+            x, w = on_device(torch.float32)[:length], on_device(torch.float32).view(16, 16)
+            (y,) = outer(None, "it", (x, w), partial(multiplies, inner, x, w))
+        assert y is not None
+        ((rows, columns, doubled, weight, product),) = products
+        x_at = x.data_ptr()
+        wanted = [
+            ((length // 32, 1, 1), 7, "add", (x_at, x_at, doubled, length, 32)),
+            ((length // 32, 1, 1), 7, "add", (product, x_at, y.data_ptr(), length, 32)),
+        ]
+        right = noted == wanted and (rows * columns, weight) == (length, w.data_ptr())
+        said[name] = right, runs.count("multiplies"), runs.count("double")
+    functional.linear = linear  # type: ignore[assignment]
+    return said
+
+
 def watch() -> dict[str, Any]:
     """With a profiler's hook, everything is run."""
     replays = Replays("it")
@@ -216,6 +271,7 @@ def main() -> None:
     said["never replayed"] = [times_run(operation) for operation in others]
     said["because"] = reasons.copy()
     said |= watch()
+    said |= replay_product()
     said["bounded"] = bound_programs()
     sys.stdout.write(json.dumps(said) + "\n")
 

@@ -22,6 +22,9 @@ def test_replays() -> None:
             "a result has no memory of its own",  # but is part of another
             "a result has no memory of its own",  # but that of another result
         ],
+        # Recorded twice, and once at another length; what it holds runs only to be recorded.
+        "product": [True, 2, 2],
+        "product at another length": [True, 1, 1],
         "watched": 2,
         "not watched any more": 0,
         "bounded": 9,

@@ -28,12 +28,24 @@ class DenseFactors:
 
 
 @dataclass(frozen=True)
+class ReaderTile:
+    """How a kernel that reads the output of many rows ends its LoRA: rows of a program together."""
+
+    rows: int  # of a program: a factor is read once for all of them that have it
+    heads: int = 1  # of a rotation: a program does so many, one after another
+    columns: int = 128  # of a norm: so many at a time
+    num_warps: int = 4
+    most_rank: int = 128  # of an active adapter
+
+
+@dataclass(frozen=True)
 class DenseDelta:
     """What adapters still add to a packed layer's output: y[r] += B[site, slot] h[r] at each site.
 
-    The kernel that reads y does it.
+    The kernel that reads y does it; `tile` None: each row reads its factors anew.
     """
 
     h: torch.Tensor  # [PLANES, R, sites * WIDTH] float32, see `dense_shrink`
     slots: torch.Tensor  # [R] int64, < 0: base
     factors: DenseFactors
+    tile: ReaderTile | None = None

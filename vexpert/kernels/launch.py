@@ -47,13 +47,19 @@ class Launched(NamedTuple):
     args: tuple[Any, ...]  # of all parameters, in their order
 
 
-_recordings: dict[int, list[Launched | None]] = {}  # by thread; None: one that cannot be noted
+# By thread. None: a launch that cannot be noted; others may put in what is no launch.
+_recordings: dict[int, list[Any]] = {}
+
+
+def is_recording() -> bool:
+    """Whether this thread's launches are being noted."""
+    return bool(_recordings) and get_ident() in _recordings
 
 
 @contextmanager
-def recording() -> Iterator[list[Launched | None]]:
+def recording() -> Iterator[list[Any]]:
     """Inside, this thread's launches are made and noted."""
-    launches: list[Launched | None] = []
+    launches: list[Any] = []
     assert get_ident() not in _recordings, "a recording inside another"
     _recordings[get_ident()] = launches
     try:
@@ -111,7 +117,7 @@ class DirectKernel:
         self._launch: Callable[..., Any] = self._first
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., Any]:
-        if _recordings and get_ident() in _recordings:
+        if is_recording():
             return partial(self._note, grid)
         return self._launcher(grid)
 

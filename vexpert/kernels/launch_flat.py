@@ -67,17 +67,23 @@ class FlatLaunch:
     maps: list[tuple[int, int, int, BlockMap]]
     is_packed: bool  # the launcher takes `args` as one
 
-    def __call__(self, bases: list[int], stream: int) -> None:
-        """Launch with the addresses of `bases`."""
-        args = self.args.copy()
+    @property
+    def wiring(self) -> tuple[Any, ...]:
+        """All but sizes: the kernel, which argument is which base, and what is not whole."""
+        places = tuple((index, base) for index, base, *_ in (*self.places, *self.maps))
+        others = tuple(arg for arg in self.args if type(arg) is not int)
+        return self.kernel.metadata.name, places, others
+
+    def source(self, constant: Callable[[Any], str], stream: str) -> str:
+        """Python that launches it: a{b} are addresses of bases; `constant` names a value."""
+        args = [constant(arg) for arg in self.args]
         for index, base, offset in self.places:
-            args[index] = bases[base] + offset
+            args[index] = f"a{base} + {constant(offset)}" if offset else f"a{base}"
         for index, base, offset, block in self.maps:
-            args[index] = block(bases[base] + offset)
-        if self.is_packed:
-            self.launcher(*self.grid, stream, *self.options, tuple(args))
-        else:
-            self.launcher(*self.grid, stream, *self.options, *args)
+            args[index] = f"{constant(block)}(a{base} + {constant(offset)})"
+        given = [*map(constant, self.grid), stream, *map(constant, self.options)]
+        given += [f"({', '.join(args)},)"] if self.is_packed else args
+        return f"{constant(self.launcher)}({', '.join(given)})"
 
 
 def flatten(launched: Launched, find: Callable[[torch.Tensor], Place | None]) -> FlatLaunch | None:

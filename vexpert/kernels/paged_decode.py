@@ -213,6 +213,11 @@ def _parts(
     return part_out, part_peak, part_total, batch.arrivals(programs)
 
 
+def programs_of(kv_heads: int, group: int) -> int:
+    """Of each sequence and split; `group`: query heads of a KV head."""
+    return kv_heads * ceil_div(group, power_of_two(group, 16, 64))
+
+
 def paged_decode(
     query: torch.Tensor,
     keys: torch.Tensor,
@@ -225,7 +230,7 @@ def paged_decode(
     """Write the row of `out` [T, Hq, dv] of every sequence that has one query row."""
     sizes = PagedShape.of(query, keys, values)
     block_h = power_of_two(sizes.group, 16, 64)
-    programs = sizes.kv_heads * ceil_div(sizes.group, block_h)
+    programs = programs_of(sizes.kv_heads, sizes.group)
     most_keys = how.most_keys(batch.max_kv_len)
     splits = count_splits(shape, programs * batch.num_sequences, most_keys)
     block_dv = power_of_two(sizes.value_width, 16, 1024)

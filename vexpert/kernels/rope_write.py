@@ -17,7 +17,8 @@ them with the sum.
 | keys, values | [rows, Hkv, d] | the cache, changed in place; what is not finite goes in as 0 |
 
 With a `DenseDelta`, q, k and v are first q + B[q, slot] h, and so on, rounded to their dtype:
-adapters of the packed product that made them. Base rows stay as they are.
+adapters of the packed product that made them. Base rows stay as they are. For tiles of tokens see
+rope_tiles.py.
 """
 
 from dataclasses import dataclass
@@ -103,7 +104,7 @@ def _finite(x):
 
 
 @triton.jit
-def _store(at, x, mask, CACHE: tl.constexpr):
+def store_heads(at, x, mask, CACHE: tl.constexpr):
     if CACHE:
         x = _finite(x)
     tl.store(at, x.to(at.dtype.element_ty), mask=mask)
@@ -198,12 +199,14 @@ def _rotate_heads(
         bs = (b * s).to(cos_dtype).to(tl.float32)
         bc = (b * c).to(cos_dtype).to(tl.float32)
         as_ = (a * s).to(cos_dtype).to(tl.float32)
-        _store(target + head * D + first, (ac - bs).to(dtype).to(tl.float32), mask & written, CACHE)
-        _store(
+        store_heads(
+            target + head * D + first, (ac - bs).to(dtype).to(tl.float32), mask & written, CACHE
+        )
+        store_heads(
             target + head * D + second, (bc + as_).to(dtype).to(tl.float32), mask & written, CACHE
         )
     if ROTARY < D:
-        _store(target + head * D + rest, x, kept & written, CACHE)
+        store_heads(target + head * D + rest, x, kept & written, CACHE)
 
 
 @triton.jit
@@ -362,7 +365,7 @@ def rope_write(
         q,
         k,
         v,
-        *_weights(heads, q),
+        *norm_weights(heads, q),
         cos,
         sin,
         cache_rows,
@@ -396,7 +399,7 @@ def rope_write(
     return q_out
 
 
-def _weights(heads: Heads, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def norm_weights(heads: Heads, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of both norms, or `none`."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
     assert (q_norm is None) == (k_norm is None), heads

@@ -9,7 +9,7 @@ from torch import nn
 
 from vexpert.errors import ModelError
 from vexpert.moe.types import ExpertWeights, MoeHooks
-from vexpert.ops.types import Finish
+from vexpert.ops.types import Finish, LoraSite
 
 NAME = "vexpert"
 
@@ -35,6 +35,7 @@ class ExpertsLayer:
     runner: Runner | None = None
     hooks: Callable[[], MoeHooks | None] | None = None
     calls: int = 0
+    sites: tuple[LoraSite, ...] = ()  # that adapters may change: of gate_up and of down
     finish: Finish | None = None  # of the next call; see `models/fused_layer.py`
 
     def __call__(

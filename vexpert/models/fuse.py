@@ -23,6 +23,7 @@ from vexpert.models.fused_record import Records, record
 from vexpert.models.fused_rotary import FusedRotary, recognise_rotary
 from vexpert.models.fused_router import FusedRouter, recognise_router
 from vexpert.models.probe import Probe
+from vexpert.models.replayed_layer import LayerReplays
 from vexpert.models.support import longest_context
 from vexpert.models.targets import is_router
 from vexpert.ops.backend import LoraBackend
@@ -74,7 +75,8 @@ class Fusions:
         for module, fused in self.attentions.items():
             linears = [getattr(module, name) for name in PROJECTIONS]
             try:
-                fused.project = LoraPackedLinear(linears, backend).deferred_parts
+                fused.packed = LoraPackedLinear(linears, backend)
+                fused.project = fused.packed.deferred_parts
             except UnsupportedError as error:
                 self.keep(module, f"q, k and v are three products, {error}")
             if type(module.o_proj) is nn.Linear:  # with LoRA it asks the backend itself
@@ -189,7 +191,7 @@ def _fuse_layers(
     fusions: Fusions,
 ) -> None:
     wanted = set(attentions)
-    scratch = _scratch(fusions.routers)
+    scratch, replays = _scratch(fusions.routers), LayerReplays()
     for layer in model.modules():
         inside = [child for child in layer.children() if child in wanted]
         if len(inside) != 1:
@@ -199,7 +201,7 @@ def _fuse_layers(
         if isinstance(found, str):
             fusions.keep(layer, found)
         else:
-            fusions.layers[layer] = FusedLayer(found, scratch, fusions.pdl)
+            fusions.layers[layer] = FusedLayer(found, scratch, fusions.pdl, replays)
 
 
 def _scratch(routers: dict[nn.Module, FusedRouter]) -> Scratch | None:

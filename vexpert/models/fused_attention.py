@@ -8,18 +8,28 @@ from torch import nn
 
 from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norms import Norm
+from vexpert.kernels.paged_decode import programs_of
 from vexpert.kernels.replay import Replays
+from vexpert.kernels.rope_tiles import can_tile, rope_tiles
 from vexpert.kernels.rope_write import Heads, Rope, rope_write
-from vexpert.lora.layers import LoraLinear
+from vexpert.lora.layers import LoraLinear, LoraPackedLinear
 from vexpert.models.attention import AttentionLayer, Softmax
 from vexpert.models.fused_record import AttentionInputs, Call, Records, agree
+from vexpert.ops.attention import AttentionBatch
 
 PROJECTIONS = ("q_proj", "k_proj", "v_proj")
 NORM_NAMES = ("q_norm", "k_norm")
 Angles = tuple[torch.Tensor, torch.Tensor]
 ATTENTION = Replays("attention")
-# x [..., in] -> q, k, v [..., out], and what is still to add to them
-Project = Callable[[torch.Tensor], tuple[tuple[torch.Tensor, ...], DenseDelta | None]]
+# x [..., in], and whether the reader can do tiles of tokens -> q, k, v [..., out], and what is
+# still to add to them
+Project = Callable[[torch.Tensor, bool], tuple[tuple[torch.Tensor, ...], DenseDelta | None]]
+
+
+def prompt_lengths(batch: AttentionBatch) -> tuple[int, int]:
+    """What the host chooses attention's kernels for prompts by, besides shapes."""
+    # A single sequence has no decode rows beside its prompt's.
+    return batch.block_size, batch.max_kv_len if batch.num_sequences > 1 else 0
 
 
 class FusedAttention:
@@ -32,16 +42,26 @@ class FusedAttention:
         self.softmax = softmax
         self.pdl = pdl
         self.project: Project = self._each
+        self.packed: LoraPackedLinear | None = None  # what `project` is of
+        self._tiles = can_tile(heads)
         self.output: Callable[[torch.Tensor], torch.Tensor] | None = None  # None: o_proj itself
         norms = heads.q_norm, heads.k_norm
         sinks = softmax.sinks
         weights = [norm.weight for norm in norms if norm is not None]
-        self._tensors = [tensor for tensor in (*weights, sinks) if tensor is not None]
+        self.tensors = [tensor for tensor in (*weights, sinks) if tensor is not None]
         sizes = (heads.num_q, heads.num_kv, heads.width, rope, pdl)
         forms = [None if norm is None else (norm.eps, norm.form, norm.width) for norm in norms]
-        self._facts = (*sizes, *forms, softmax.scaling, softmax.softcap, len(self._tensors))
+        self.facts = (*sizes, *forms, softmax.scaling, softmax.softcap, len(self.tensors))
 
-    def _each(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
+    def arrays(self, batch: AttentionBatch) -> tuple[torch.Tensor, ...]:
+        """What attention of a step with prompts reads besides queries, the cache and weights."""
+        first = batch.query_starts, batch.kv_lens, batch.block_tables
+        if batch.num_sequences == 1:  # no decode rows beside its prompt's
+            return first
+        heads = self.heads
+        return *first, batch.arrivals(programs_of(heads.num_kv, heads.num_q // heads.num_kv))
+
+    def _each(self, x: torch.Tensor, _: bool) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
         module = self.module
         return (module.q_proj(x), module.k_proj(x), module.v_proj(x)), None
 
@@ -58,7 +78,7 @@ class FusedAttention:
         """The same, and what its reader has still to add to it; None: nothing."""
         done, o_proj = self._attend(hidden_states, position_embeddings), self.module.o_proj
         if isinstance(o_proj, LoraLinear):
-            return o_proj.deferred(done)
+            return o_proj.deferred(done, True)
         return (self.output or o_proj)(done), None
 
     def _attend(self, hidden: torch.Tensor, position_embeddings: Angles | None) -> torch.Tensor:
@@ -67,7 +87,7 @@ class FusedAttention:
         assert isinstance(layer, AttentionLayer)
         running = layer.context.running
         rows, cache = running.step.cache_rows, (layer.keys, layer.values)
-        projected, rest = self.project(hidden)
+        projected, rest = self.project(hidden, self._tiles)
         parts = tuple(part[0] for part in projected)
         angles = _flat(parts[0], position_embeddings)
 
@@ -79,11 +99,10 @@ class FusedAttention:
         if batch.max_query_len == 1 or rest is not None:  # whose tensors are not among the inputs
             done = run()[0]
         else:
-            lengths = batch.block_size, batch.max_query_len, batch.max_kv_len
-            arrays = batch.query_starts, batch.kv_lens, batch.block_tables
+            lengths = prompt_lengths(batch)
             turned = () if angles[0] is parts[0] else angles
-            inputs = [*parts, *turned, rows, *cache, *arrays, *self._tensors]
-            (found,) = ATTENTION(None, (self._facts, layer.kind, lengths), inputs, run)
+            inputs = [*parts, *turned, rows, *cache, *self.arrays(batch), *self.tensors]
+            (found,) = ATTENTION(None, (self.facts, layer.kind, lengths), inputs, run)
             assert found is not None
             done = found
         return done.view(1, done.shape[0], -1)
@@ -96,7 +115,7 @@ class FusedAttention:
         cache: tuple[torch.Tensor, torch.Tensor],
     ) -> torch.Tensor:
         """Queries [T, Hq, d]; keys and values go to `rows` [T] of the cache."""
-        projected, rest = self.project(hidden)
+        projected, rest = self.project(hidden, self._tiles)
         parts = tuple(part[0] for part in projected)
         return self._rotate(parts, _flat(parts[0], angles), rows, cache, rest)
 
@@ -109,7 +128,10 @@ class FusedAttention:
         rest: DenseDelta | None,
     ) -> torch.Tensor:
         q, k, v = parts
-        return rope_write(q, k, v, self.heads, self.rope, angles, rows, cache, self.pdl, rest)
+        how = self.heads, self.rope, angles, rows, cache
+        if rest is not None and rest.tile is not None:
+            return rope_tiles(q, k, v, *how, rest, self.pdl)
+        return rope_write(q, k, v, *how, self.pdl, rest)
 
 
 def _flat(q: torch.Tensor, angles: Angles | None) -> Angles:

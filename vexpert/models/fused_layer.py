@@ -13,12 +13,14 @@ from torch import nn
 
 from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norm_router import MOST_TOKENS, Scratch, norm_router
+from vexpert.kernels.norm_tiles import norm_tiles
 from vexpert.kernels.rms_norm import add_rms_norm
 from vexpert.models.experts import ExpertsLayer
 from vexpert.models.fused_attention import FusedAttention
 from vexpert.models.fused_norm import FusedNorm
 from vexpert.models.fused_record import Call, Records
 from vexpert.models.fused_router import FusedRouter
+from vexpert.models.replayed_layer import Both, LayerReplays, ReplayedLayer
 from vexpert.ops.types import Finish
 
 MOST_ENDED = 8  # tokens; each program of `norm_router` reads its token's factors anew
@@ -42,22 +44,38 @@ class Parts:
 class FusedLayer:
     """The forward of one decoder layer."""
 
-    def __init__(self, parts: Parts, scratch: Scratch | None, pdl: bool) -> None:
+    def __init__(
+        self, parts: Parts, scratch: Scratch | None, pdl: bool, replays: LayerReplays
+    ) -> None:
         self.parts = parts
         self.scratch = scratch  # with a router
         self.pdl = pdl
+        self.replayed = ReplayedLayer(parts, replays)
 
     def __call__(self, hidden_states: torch.Tensor, **options: Any) -> torch.Tensor:
         """hidden_states [1, T, H] -> [1, T, H]."""
         parts = self.parts
         normed = parts.first(hidden_states)
         given = {name: options[name] for name in parts.options}
+        total, ahead = self.replayed(
+            hidden_states,
+            normed,
+            given.get("position_embeddings"),
+            lambda: self._run(hidden_states, normed, given),
+        )
+        if parts.following is not None and ahead is not None:
+            parts.following.ahead = total, ahead
+        return total
+
+    def _run(self, hidden: torch.Tensor, normed: torch.Tensor, given: dict[str, Any]) -> Both:
+        """(the layer's output, the norm that follows of it, if it is known)."""
+        parts = self.parts
         fused = parts.attention.forward
-        if isinstance(fused, FusedAttention) and self._defers(hidden_states):
+        if isinstance(fused, FusedAttention) and self._defers(hidden):
             attended, rest = fused.deferred(hidden_states=normed, **given)
         else:
             attended, rest = parts.attention(hidden_states=normed, **given)[0], None
-        return self._block(*self._second(attended, hidden_states, rest))
+        return self._block(*self._second(attended, hidden, rest))
 
     def _defers(self, hidden: torch.Tensor) -> bool:
         """Whether the norm of so many rows had better end what o_proj's adapters add."""
@@ -71,6 +89,10 @@ class FusedLayer:
         parts, router = self.parts, self.parts.router
         norm, width = parts.second.norm, residual.shape[-1]
         few = residual.numel() <= MOST_TOKENS * width
+        if rest is not None and rest.tile is not None:
+            rows = branch.reshape(-1, width), residual.reshape(-1, width)
+            both = norm_tiles(*rows, norm, parts.multiplier, rest, self.pdl)
+            return both[0].view(residual.shape), both[1].view(residual.shape)
         if router is None or self.scratch is None or not few or router.is_adapted:
             return add_rms_norm(branch, residual, norm, parts.multiplier, self.pdl, rest)
         total, normed, ids, weights = norm_router(
@@ -86,8 +108,8 @@ class FusedLayer:
         router.set_ahead(normed, (self.scratch.logits, weights, ids))
         return total.view(residual.shape), normed.view(residual.shape)
 
-    def _block(self, residual: torch.Tensor, normed: torch.Tensor) -> torch.Tensor:
-        """residual plus what the block gives for `normed`; leaves its norm to who reads it."""
+    def _block(self, residual: torch.Tensor, normed: torch.Tensor) -> Both:
+        """residual plus what the block gives for `normed`, and the norm of it, if it is known."""
         parts = self.parts
         following = parts.following
         norm = None if following is None else following.norm
@@ -97,14 +119,10 @@ class FusedLayer:
             parts.experts.finish = finish
         out: torch.Tensor = _first(parts.block(normed)).view(residual.shape)
         if finish.total is not None:
-            total, ahead = out, finish.normed
-        elif norm is not None:
-            total, ahead = add_rms_norm(out, residual, norm, parts.multiplier, self.pdl)
-        else:
-            return residual + (out if parts.multiplier == 1.0 else out * parts.multiplier)
-        if following is not None and ahead is not None:
-            following.ahead = total, ahead.view(total.shape)
-        return total
+            return out, None if finish.normed is None else finish.normed.view(out.shape)
+        if norm is not None:
+            return add_rms_norm(out, residual, norm, parts.multiplier, self.pdl)
+        return residual + (out if parts.multiplier == 1.0 else out * parts.multiplier), None
 
 
 def _first(output: Any) -> Any:

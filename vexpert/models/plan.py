@@ -7,6 +7,7 @@ prefill chunk is a group of its own. Keys are read by whole blocks.
 
 from dataclasses import dataclass
 from functools import cached_property
+from typing import Any
 
 import torch
 
@@ -43,6 +44,7 @@ class StepPlan:
     def __init__(self, step: StepInput, block_size: int) -> None:
         self.step = step
         self.block_size = block_size
+        self.found: dict[object, Any] = {}  # what layers share besides
         self._keys: dict[MaskKind, tuple[Keys, ...]] = {}
         self._head_masks: dict[tuple[MaskKind, int], tuple[torch.Tensor, ...]] = {}
 

@@ -38,6 +38,7 @@ def swap_layers(
         state = states[path in on_context]
         if isinstance(target, ExpertsTarget):
             experts[path].hooks = experts_hooks(target, state, backend)
+            experts[path].sites = target.gate_up, target.down
         elif isinstance(target, EmbeddingTarget):
             _replace(model, path, LoraEmbedding.wrap(module, target, state, backend))
         elif module is head:

@@ -128,9 +128,17 @@ class LoraBackend(Protocol):
         """
 
     def deferred_linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: PackedLora
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: PackedLora,
+        tiles: bool = False,
     ) -> tuple[torch.Tensor, DenseDelta | None]:
-        """y as of `packed_linear`, and what the kernel that reads it has still to add; or None."""
+        """y as of `packed_linear`, and what the kernel that reads it has still to add; or None.
+
+        `tiles`: that kernel can do tiles of many rows.
+        """
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExperts | None:
         """The layer as one operation; None: this backend runs it step by step."""

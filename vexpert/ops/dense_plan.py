@@ -9,6 +9,7 @@ from functools import lru_cache
 
 import torch
 
+from vexpert.kernels.dense_factors import ReaderTile
 from vexpert.kernels.dense_shrink import DenseShrink
 from vexpert.kernels.dense_tiles import DenseTile
 from vexpert.ops.plan_rows import PlanRows, Row, make, packaged, plan_part
@@ -35,6 +36,7 @@ class DensePlan:
     expand: DenseTile
     fork: bool = False  # the shrink beside the library's product, where a graph is captured
     inner: bool = False  # the shrink in the launch of `linear`, for rows of one tile
+    reader: ReaderTile | None = None  # of many rows: who reads them ends their LoRA, by tiles
     few_rows: int = 0  # up to so many go to `dense_few`, if a reader ends their LoRA
 
 

@@ -16,15 +16,18 @@ from torch.nn import functional
 
 from vexpert.kernels.common import can_use_pdl, ceil_div
 from vexpert.kernels.dense_expand import dense_expand
-from vexpert.kernels.dense_factors import DenseDelta, DenseFactors
+from vexpert.kernels.dense_factors import DenseDelta, DenseFactors, ReaderTile
 from vexpert.kernels.dense_few import can_few, dense_few
 from vexpert.kernels.dense_linear import DenseLora, dense_linear
 from vexpert.kernels.dense_order import MAX_SLOTS, RowOrder
 from vexpert.kernels.dense_shrink import dense_shrink, room_for_h
 from vexpert.kernels.dense_tiles import DenseTile
 from vexpert.kernels.replay import Replays
+from vexpert.log import get_logger, log_once
 from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
 from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
+
+logger = get_logger(__name__)
 
 cuda: Any = torch.cuda  # its streams are not typed
 DENSE = Replays("LoRA of a dense layer")
@@ -101,12 +104,18 @@ def deferred_linear(
     lora: PackedLora,
     order: RowOrder,
     plan: DensePlan | None = None,
+    tiles: bool = False,
 ) -> tuple[torch.Tensor, DenseDelta | None]:
-    """(y, what is still to add to it); None: nothing, it has been added."""
+    """(y, what is still to add to it); None: nothing, it has been added.
+
+    `tiles`: the reader can do many rows, a tile at a time.
+    """
     rows = x if x.stride(1) == 1 else x.contiguous()
     plan = plan or choose_dense_plan(shape_of(x, weight.shape[0]), lora.num_adapters)
     factors = find_factors(lora)
-    if len(factors) > 1 or not 0 < x.shape[0] <= MOST_DEFERRED:
+    reader = _reader(plan, factors, x.shape[0]) if tiles else None
+    few = reader is None and 0 < x.shape[0] <= MOST_DEFERRED
+    if len(factors) > 1 or not (few or reader):
         return packed_linear(x, weight, bias, lora, order, plan), None
     pdl, tile = can_use_pdl(x.device), plan.linear
     if x.shape[0] <= plan.few_rows and can_few(rows, weight):
@@ -120,7 +129,18 @@ def deferred_linear(
     else:
         h = dense_shrink(rows, order, factors[0], plan.shrink, pdl)
         y = functional.linear(x, weight, bias)
-    return y, DenseDelta(h, order.slots, factors[0])
+    return y, DenseDelta(h, order.slots, factors[0], reader)
+
+
+def _reader(plan: DensePlan, factors: tuple[DenseFactors, ...], rows: int) -> ReaderTile | None:
+    """How the reader of so many rows ends their LoRA; None: row by row, or not at all."""
+    tile = plan.reader
+    if tile is None or rows <= MOST_DEFERRED:
+        return None
+    if factors[0].width > tile.most_rank:
+        log_once(logger, f"dense layers: ranks above {tile.most_rank} are not left to readers")
+        return None
+    return tile
 
 
 def _can_fork(x: torch.Tensor, plan: DensePlan) -> bool:

@@ -134,7 +134,12 @@ class TorchBackend:
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]
 
     def deferred_linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: PackedLora
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: PackedLora,
+        tiles: bool = False,
     ) -> tuple[torch.Tensor, DenseDelta | None]:
         return self.packed_linear(x, weight, bias, lora), None
 

@@ -191,7 +191,12 @@ class TritonBackend:
         return packed_linear(x, weight, bias, lora, lora.routing.order, plan)
 
     def deferred_linear(
-        self, x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, lora: PackedLora
+        self,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None,
+        lora: PackedLora,
+        tiles: bool = False,
     ) -> tuple[torch.Tensor, DenseDelta | None]:
         assert isinstance(lora.routing, TritonRouting)
         for site, table in zip(lora.sites, lora.tables, strict=True):
@@ -199,7 +204,7 @@ class TritonBackend:
         if self.rows.is_batch_invariant:  # readers end LoRA of few rows only, and otherwise
             return self.packed_linear(x, weight, bias, lora), None
         plan = choose_dense_plan(shape_of(x, weight.shape[0]), lora.num_adapters, self.rows)
-        return deferred_linear(x, weight, bias, lora, lora.routing.order, plan)
+        return deferred_linear(x, weight, bias, lora, lora.routing.order, plan, tiles)
 
     def _add_dense(self, x: torch.Tensor, y: torch.Tensor, lora: PackedLora) -> None:
         assert isinstance(lora.routing, TritonRouting)

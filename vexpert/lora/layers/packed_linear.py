@@ -80,15 +80,21 @@ class LoraPackedLinear(nn.Module):
             return tuple(linear(x) for linear in self.linears)
         return torch.split(self.forward(x), self.sizes, -1)
 
-    def deferred_parts(self, x: torch.Tensor) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
-        """The same, and what their reader has still to add to them; None: nothing."""
+    def deferred_parts(
+        self, x: torch.Tensor, tiles: bool = False
+    ) -> tuple[tuple[torch.Tensor, ...], DenseDelta | None]:
+        """The same, and what their reader has still to add to them; None: nothing.
+
+        `tiles`: the reader can do tiles of many rows.
+        """
         view = self._adapted_view()
         if view is None or not all(delta.fits(view, x, self.weight) for delta in self.deltas):
             return self.parts(x), None
         if not self.backend.can_pack:
             return self.parts(x), None
         rows = x.reshape(-1, self.in_features)
-        y, rest = self.backend.deferred_linear(rows, self.weight, self.bias, self._lora(view))
+        lora = self._lora(view)
+        y, rest = self.backend.deferred_linear(rows, self.weight, self.bias, lora, tiles)
         return torch.split(y.view(*x.shape[:-1], self.out_features), self.sizes, -1), rest
 
     def _adapted_view(self) -> BatchView | None:
