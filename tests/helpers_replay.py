@@ -215,7 +215,7 @@ def replay_product() -> dict[str, Any]:
         ]
         right = noted == wanted and (rows * columns, weight) == (length, w.data_ptr())
         said[name] = right, runs.count("multiplies"), runs.count("double")
-    functional.linear = linear  # type: ignore[assignment]
+    functional.linear = linear
     return said
 
 
