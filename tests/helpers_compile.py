@@ -16,9 +16,9 @@ from triton.runtime.jit import JITFunction
 from vexpert.kernels.moe_delta import DeltaShape, moe_delta
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
-from vexpert.kernels.moe_gate_up import Expand, TileShape
 from vexpert.kernels.moe_order import identity_order, make_order
 from vexpert.kernels.moe_pieces import find_pieces
+from vexpert.kernels.moe_product import Expand, TileShape
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import ShrinkShape, moe_shrink
 

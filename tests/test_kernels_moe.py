@@ -11,10 +11,10 @@ from vexpert.kernels import moe_order_chunks
 from vexpert.kernels.activations import Activation, reference_activation
 from vexpert.kernels.moe_delta import DeltaShape
 from vexpert.kernels.moe_factors import PairFactors
-from vexpert.kernels.moe_gate_up import TileShape
 from vexpert.kernels.moe_order import identity_order, order_pairs, reference_order
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_pieces import find_pieces
+from vexpert.kernels.moe_product import TileShape
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import ShrinkShape
 from vexpert.ops.activation import recognise

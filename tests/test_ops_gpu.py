@@ -14,7 +14,7 @@ from helpers_moe import Flags, Hooks, make_layer, naive
 
 from vexpert.kernels.common import can_use_pdl
 from vexpert.kernels.moe_delta import DeltaShape
-from vexpert.kernels.moe_gate_up import TileShape
+from vexpert.kernels.moe_product import TileShape
 from vexpert.kernels.moe_shrink import ShrinkShape
 from vexpert.moe.runner import MoeRunner
 from vexpert.ops import fused_experts

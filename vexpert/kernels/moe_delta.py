@@ -208,7 +208,12 @@ def moe_delta(
     scaled: bool = False,
     pdl: bool = False,
 ) -> Delta:
-    """Of gate_up, or of down, whose input `hidden` is by position; size: N, of a slice."""
+    """Of gate_up, or of down, whose input `hidden` is by position; size: N, of a slice.
+
+    hidden float16, bfloat16 or float32 with adjacent columns, as the arena; by pair if `scaled`.
+    The order has factors of that product, of MOST_RANKS ranks at most. Counts `pieces.pending`
+    down. pdl: may start before the launch before it has ended. Reference: `ops.reference`.
+    """
     assert order.factors is not None
     assert hidden.stride(1) == 1, hidden.stride()
     lora = order.factors.down if is_down else order.factors.gate_up

@@ -67,6 +67,10 @@ class PairOrder:
     def top_k(self) -> int:
         return self.topk_ids.shape[1]
 
+    def ints(self, *shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
+        """Room for that many integers."""
+        return torch.empty(shape, dtype=dtype, device=self.pair.device)
+
 
 @triton.jit
 def keys_of(
@@ -256,7 +260,9 @@ def order_pairs(
 ) -> PairOrder:
     """The arrays of the table above for topk_ids and topk_weights [T, K], contiguous.
 
-    look_up: fill the arrays of `factors`.
+    topk_ids int32 or int64; topk_weights of any float dtype, which `scale` has too; factors: None
+    without LoRA; look_up: fill their arrays by position; block_m: positions of a tile at most; pdl:
+    may start before the launch before it has ended. Reference: `reference_order`.
     """
     assert topk_ids.is_contiguous(), topk_ids.stride()
     tokens, top_k = topk_ids.shape

@@ -219,7 +219,10 @@ def order_many_pairs(
     chunk: int = 256,
     topk_weights: torch.Tensor | None = None,
 ) -> PairOrder:
-    """What `order_pairs` gives, for any number of pairs; without runs and look-up."""
+    """What `order_pairs` gives, for any number of pairs; without runs and look-up.
+
+    chunk: pairs of a chunk. Shapes, dtypes and the other flags are those of `order_pairs`.
+    """
     assert topk_ids.is_contiguous(), topk_ids.stride()
     tokens, top_k = topk_ids.shape
     pairs, device = tokens * top_k, topk_ids.device

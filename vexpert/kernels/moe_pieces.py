@@ -21,7 +21,7 @@ from vexpert.kernels.common import pdl_options, pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_factors import factor_arguments, factor_options, store_sites
 from vexpert.kernels.moe_order import PairOrder
-from vexpert.kernels.moe_runs import runs_of_tile
+from vexpert.kernels.moe_runs import place_of_tile, runs_of_tile
 
 
 @dataclass(frozen=True)
@@ -49,11 +49,8 @@ def _pieces_kernel(
     pdl_wait(PDL)
     pdl_release(PDL)
     tile = tl.program_id(0)
-    # One wait: what lies behind the last tile is read, and dropped.
-    expert = tl.load(tile_expert + tile)
-    start = tl.load(tile_start + tile)
-    end = tl.load(tile_end + tile)
-    if tile >= tl.load(num_tiles):
+    expert, start, end, exists = place_of_tile(tile, tile_expert, tile_start, tile_end, num_tiles)
+    if not exists:
         return
     position, mine, slot, first, run_stop = runs_of_tile(slot_at, start, end, BLOCK_M)
     opens = mine & (slot >= 0) & ((position - first) % PIECE == 0)
@@ -72,23 +69,23 @@ def _pieces_kernel(
 
 
 def find_pieces(order: PairOrder, piece: int, pdl: bool = False) -> TilePieces:
-    """All arrays of the table above."""
+    """All arrays of the table above, of an order that has factors and is no identity.
+
+    piece: positions of a piece at most; pdl: may start before the launch before it has ended.
+    """
     factors = order.factors
     assert factors is not None
     assert not order.is_identity
     tiles = order.max_tiles
     most = tiles * order.block_m
 
-    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=order.pair.device)
-
     found = TilePieces(
-        count=ints(tiles),
-        pending=ints(2, tiles),
-        first=ints(most),
-        stop=ints(most),
-        address=ints(5, most, dtype=torch.int64),
-        rank=ints(8, most),
+        count=order.ints(tiles),
+        pending=order.ints(2, tiles),
+        first=order.ints(most),
+        stop=order.ints(most),
+        address=order.ints(5, most, dtype=torch.int64),
+        rank=order.ints(8, most),
         piece=piece,
     )
     _pieces_kernel[(tiles,)](

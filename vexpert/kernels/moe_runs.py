@@ -55,6 +55,16 @@ def _smaller(a, b):
 
 
 @triton.jit
+def place_of_tile(tile, tile_expert, tile_start, tile_end, num_tiles):
+    """(expert, first position, end, whether it exists)."""
+    # One wait: what lies behind the last tile is read, and dropped.
+    expert = tl.load(tile_expert + tile)
+    start = tl.load(tile_start + tile)
+    end = tl.load(tile_end + tile)
+    return expert, start, end, tile < tl.load(num_tiles)
+
+
+@triton.jit
 def runs_of_tile(slot_at, start, end, BLOCK_M: tl.constexpr):
     """(position, whether it is the tile's, slot, its run's first position and stop) of each row."""
     row = tl.arange(0, BLOCK_M)
@@ -82,11 +92,8 @@ def _runs_kernel(
     pdl_wait(PDL)
     pdl_release(PDL)
     tile = tl.program_id(0)
-    # One wait: what lies behind the last tile is read, and dropped.
-    expert = tl.load(tile_expert + tile)
-    start = tl.load(tile_start + tile)
-    end = tl.load(tile_end + tile)
-    if tile >= tl.load(num_tiles):
+    expert, start, end, exists = place_of_tile(tile, tile_expert, tile_start, tile_end, num_tiles)
+    if not exists:
         return
     position, mine, slot, first, stop = runs_of_tile(slot_at, start, end, BLOCK_M)
     active = mine & (slot >= 0)
@@ -115,29 +122,30 @@ def _runs_kernel(
 
 
 def find_runs(order: PairOrder, piece: int, adapters: int, pdl: bool = False) -> TileRuns:
-    """All arrays of the table above; `adapters`: about how many the step has."""
+    """All arrays of the table above, of an order that has factors and is no identity.
+
+    piece: positions of a piece at most; adapters: about how many the step has; pdl: may start
+    before the launch before it has ended. Counts in `order.num_pieces`, which was 0.
+    """
     factors = order.factors
     assert factors is not None
     assert not order.is_identity
     tiles, max_pieces = order.max_tiles, order.num_pairs
     max_runs = tiles * order.block_m
 
-    def ints(*shape: int, dtype: torch.dtype = torch.int32) -> torch.Tensor:
-        return torch.empty(shape, dtype=dtype, device=order.pair.device)
-
     # A run has at most one piece that is not full, and one more for each end of a tile in it.
     expected = max_pieces // piece + min(order.num_experts * max(1, adapters) + tiles, max_pieces)
     found = TileRuns(
-        num_runs=ints(tiles),
-        run_first=ints(max_runs),
-        run_stop=ints(max_runs),
-        run_address=ints(5, max_runs, dtype=torch.int64),
-        run_rank=ints(8, max_runs),
+        num_runs=order.ints(tiles),
+        run_first=order.ints(max_runs),
+        run_stop=order.ints(max_runs),
+        run_address=order.ints(5, max_runs, dtype=torch.int64),
+        run_rank=order.ints(8, max_runs),
         num_pieces=order.num_pieces,
-        piece_first=ints(max_pieces),
-        piece_stop=ints(max_pieces),
-        piece_address=ints(5, max_pieces, dtype=torch.int64),
-        piece_rank=ints(8, max_pieces),
+        piece_first=order.ints(max_pieces),
+        piece_stop=order.ints(max_pieces),
+        piece_address=order.ints(5, max_pieces, dtype=torch.int64),
+        piece_rank=order.ints(8, max_pieces),
         piece=piece,
         programs=min(expected, max_pieces),
     )

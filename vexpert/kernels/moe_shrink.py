@@ -209,7 +209,12 @@ def moe_shrink(
     pdl: bool = False,
     runs: TileRuns | None = None,
 ) -> torch.Tensor:
-    """h of gate_up, or of down, whose input `hidden` is by position; see the table above."""
+    """h of gate_up, or of down, whose input `hidden` is by position; see the table above.
+
+    hidden float16, bfloat16 or float32 with adjacent columns, as the arena; by pair if `scaled`.
+    The order has factors of that product. runs: pieces of `shape.block_m` positions; None: by
+    position. pdl: may start before the launch before it has ended. Reference: `ops.reference`.
+    """
     assert order.factors is not None
     assert hidden.stride(1) == 1, hidden.stride()
     factors = order.factors

@@ -35,7 +35,7 @@ from vexpert.kernels.dense_reader import add_of_row, factors_of_row, row_rest
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.norms import MAX_WIDTH, Norm
 from vexpert.kernels.rms_norm import add_residual, scale_rows
-from vexpert.kernels.router_topk import Choice, choice_options, choose_experts
+from vexpert.kernels.router_topk import Choice, Choosing, choice_options, choose_experts
 
 MOST_TOKENS = 32  # each token reads the whole router anew
 TILE = 16384  # elements of the router's weight in the registers of a program
@@ -171,9 +171,11 @@ def _norm_router_kernel(
         # Not through the L1 cache: other programs wrote them.
         every = tl.load(at, mask=expert < NUM_EXPERTS, other=0.0, cache_modifier=".cg")
         choose_experts(
-            every, choice_bias, ids + token * TOP_K, weights + token * TOP_K, scale, sum_add,
-            sum_min, NUM_EXPERTS, BLOCK_E, SCORE, HAS_BIAS, TOP_K, BLOCK_K, RENORMALISE, GROUPS,
-            TOP_GROUPS, TWO, BLOCK_G,
+            every, choice_bias, ids + token * TOP_K, weights + token * TOP_K,
+            Choosing(
+                scale, sum_add, sum_min, NUM_EXPERTS, BLOCK_E, SCORE, HAS_BIAS, TOP_K, BLOCK_K,
+                RENORMALISE, GROUPS, TOP_GROUPS, TWO, BLOCK_G,
+            ),
         )  # fmt: skip
 
 

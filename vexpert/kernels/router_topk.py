@@ -18,6 +18,7 @@ counts as the lowest choice, so ids are valid whatever the logits are; all in fl
 """
 
 from dataclasses import dataclass
+from typing import Any, NamedTuple
 
 import torch
 import triton
@@ -44,6 +45,28 @@ class Choice:
     groups: int = 1
     top_groups: int = 1
     group_two: bool = True
+
+
+class Choosing(NamedTuple):
+    """A `Choice` as kernels take it: arguments, and in capitals constants, see `choice_options`.
+
+    To be built where it is passed: an assignment would make tensors of its constants.
+    """
+
+    scale: Any
+    sum_add: Any
+    sum_min: Any
+    NUM_EXPERTS: Any
+    BLOCK_E: Any
+    SCORE: Any
+    HAS_BIAS: Any
+    TOP_K: Any
+    BLOCK_K: Any
+    RENORMALISE: Any
+    GROUPS: Any
+    TOP_GROUPS: Any
+    TWO: Any
+    BLOCK_G: Any
 
 
 @triton.jit
@@ -82,64 +105,47 @@ def _keep_groups(
 
 
 @triton.jit
-def choose_experts(
-    logits,
-    bias,
-    ids,
-    weights,
-    scale,
-    sum_add,
-    sum_min,
-    NUM_EXPERTS: tl.constexpr,
-    BLOCK_E: tl.constexpr,
-    SCORE: tl.constexpr,
-    HAS_BIAS: tl.constexpr,
-    TOP_K: tl.constexpr,
-    BLOCK_K: tl.constexpr,
-    RENORMALISE: tl.constexpr,
-    GROUPS: tl.constexpr,
-    TOP_GROUPS: tl.constexpr,
-    TWO: tl.constexpr,
-    BLOCK_G: tl.constexpr,
-):
+def choose_experts(logits, bias, ids, weights, by):
     """One token: logits [BLOCK_E] float32 -> the K places that ids and weights point at."""
-    expert = tl.arange(0, BLOCK_E)
-    exists = expert < NUM_EXPERTS
+    expert = tl.arange(0, by.BLOCK_E)
+    exists = expert < by.NUM_EXPERTS
     score = logits
-    if SCORE == "softmax":
+    if by.SCORE == "softmax":
         high = tl.max(tl.where(exists, logits, float("-inf")), 0)
         power = tl.where(exists, tl.exp(logits - high), 0.0)
         score = power / tl.sum(power, 0)
-    elif SCORE == "sigmoid":
+    elif by.SCORE == "sigmoid":
         score = 1.0 / (1.0 + tl.exp(-logits))
     choice = score
-    if HAS_BIAS:
+    if by.HAS_BIAS:
         choice += tl.load(bias + expert, mask=exists, other=0.0).to(tl.float32)
-    elif SCORE == "softmax" and GROUPS == 1:
+    elif by.SCORE == "softmax" and by.GROUPS == 1:
         choice = logits  # the same order, and finer
     choice = tl.where(choice == choice, tl.maximum(choice, LOWEST), LOWEST)
     choice = tl.where(exists, choice, float("-inf"))
-    if TOP_GROUPS < GROUPS:
-        choice = _keep_groups(choice, expert, NUM_EXPERTS, GROUPS, TOP_GROUPS, TWO, BLOCK_G)
+    if by.TOP_GROUPS < by.GROUPS:
+        choice = _keep_groups(
+            choice, expert, by.NUM_EXPERTS, by.GROUPS, by.TOP_GROUPS, by.TWO, by.BLOCK_G
+        )
         choice = tl.where(exists, choice, float("-inf"))
-    place = tl.arange(0, BLOCK_K)
-    chosen = tl.zeros((BLOCK_K,), dtype=tl.int32)
-    w = tl.full((BLOCK_K,), float("-inf"), tl.float32)
-    for k in range(TOP_K):
+    place = tl.arange(0, by.BLOCK_K)
+    chosen = tl.zeros((by.BLOCK_K,), dtype=tl.int32)
+    w = tl.full((by.BLOCK_K,), float("-inf"), tl.float32)
+    for k in range(by.TOP_K):
         _, best = _best(choice, expert)
         own = tl.sum(tl.where(expert == best, score, 0.0), 0)
         chosen = tl.where(place == k, best, chosen)
         w = tl.where(place == k, own, w)
         choice = tl.where(expert == best, float("-inf"), choice)
-    taken = place < TOP_K
-    if SCORE == "chosen":
+    taken = place < by.TOP_K
+    if by.SCORE == "chosen":
         w = tl.exp(w - tl.max(w, 0))
         w /= tl.sum(tl.where(taken, w, 0.0), 0)
-    if RENORMALISE:
+    if by.RENORMALISE:
         total = tl.sum(tl.where(taken, w, 0.0), 0)
-        w /= tl.maximum(total + sum_add, sum_min, propagate_nan=tl.PropagateNan.ALL)
+        w /= tl.maximum(total + by.sum_add, by.sum_min, propagate_nan=tl.PropagateNan.ALL)
     tl.store(ids + place, chosen.to(tl.int64), mask=taken)
-    tl.store(weights + place, (w * scale).to(weights.dtype.element_ty), mask=taken)
+    tl.store(weights + place, (w * by.scale).to(weights.dtype.element_ty), mask=taken)
 
 
 @direct_launch
@@ -173,9 +179,11 @@ def _router_topk_kernel(
     at = logits + token * stride_logits + expert
     own = tl.load(at, mask=expert < NUM_EXPERTS, other=0.0).to(tl.float32)
     choose_experts(
-        own, bias, ids + token * TOP_K, weights + token * TOP_K, scale, sum_add, sum_min,
-        NUM_EXPERTS, BLOCK_E, SCORE, HAS_BIAS, TOP_K, BLOCK_K, RENORMALISE, GROUPS, TOP_GROUPS,
-        TWO, BLOCK_G,
+        own, bias, ids + token * TOP_K, weights + token * TOP_K,
+        Choosing(
+            scale, sum_add, sum_min, NUM_EXPERTS, BLOCK_E, SCORE, HAS_BIAS, TOP_K, BLOCK_K,
+            RENORMALISE, GROUPS, TOP_GROUPS, TWO, BLOCK_G,
+        ),
     )  # fmt: skip
 
 

@@ -9,10 +9,11 @@ from vexpert.kernels.common import can_use_pdl, ceil_div
 from vexpert.kernels.moe_delta import MOST_RANKS, Delta, moe_delta
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
-from vexpert.kernels.moe_gate_up import Expand, moe_gate_up
+from vexpert.kernels.moe_gate_up import moe_gate_up
 from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_pieces import find_pieces
+from vexpert.kernels.moe_product import Expand
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import moe_shrink, room_for_h
 from vexpert.ops.experts_replay import EXPERTS, experts_inputs, experts_key

@@ -12,7 +12,7 @@ from functools import lru_cache
 import torch
 
 from vexpert.kernels.moe_delta import DeltaShape
-from vexpert.kernels.moe_gate_up import TileShape
+from vexpert.kernels.moe_product import TileShape
 from vexpert.kernels.moe_shrink import ShrinkShape
 from vexpert.ops.plan_rows import PlanRows, Row, make, packaged, plan_part
 

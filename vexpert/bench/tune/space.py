@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vexpert.kernels.moe_gate_up import TileShape
+from vexpert.kernels.moe_product import TileShape
 from vexpert.kernels.moe_shrink import ShrinkShape
 from vexpert.ops.moe_plan import LoraPlan, MoePlan
 
