@@ -18,7 +18,7 @@ WITHOUT_SHAPE = frozenset(
         "kernels/moe_factors.py: PairFactors.address",
         "kernels/moe_factors.py: PairFactors.rank",
         "kernels/paged_types.py: AttentionBatch._arrivals",
-        "kernels/replay.py: _Addresses.inputs",
+        "kernels/replay_record.py: _Addresses.inputs",
     }
 )
 

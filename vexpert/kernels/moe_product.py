@@ -47,7 +47,8 @@ class TileShape:
 class LoraArguments:
     """LoRA as the kernels take it."""
 
-    tensors: tuple[torch.Tensor | int, ...]  # run_first ... part
+    # run_first [...] to part [...]: see moe_runs.py, moe_delta.py
+    tensors: tuple[torch.Tensor | int, ...]
     numbers: tuple[int, ...]  # num_pairs, factor_stride, num_slots
     width: int  # of a shrunk row
     shrinks: int  # programs that shrink, before those of tiles

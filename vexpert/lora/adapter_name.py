@@ -24,6 +24,8 @@ def check_name(name: str, reserved: frozenset[str]) -> None:
         )
     if any(unicodedata.category(char).startswith("C") for char in name):
         raise AdapterError(f"adapter name {shown(name)}: must have no control characters")
+    if name in reserved:
+        raise AdapterError(f"adapter name {shown(name)} is the base model's: choose another name")
     if name.startswith("/"):
         raise AdapterError(f"adapter name {shown(name)}: must not begin with '/', as pages do")
     base = next((base for base in reserved if name.startswith(f"{base}:")), None)
@@ -33,5 +35,3 @@ def check_name(name: str, reserved: frozenset[str]) -> None:
             f"adapter name {shown(name)}: the base model's name and a colon go before any adapter's"
             f" name; choose another, such as {shown(short)}"
         )
-    if name in reserved:
-        raise AdapterError(f"adapter name {shown(name)} is the base model's: choose another name")

@@ -50,10 +50,12 @@ class _Layer:
     """What one layer is made of, as far as no step changes it."""
 
     number: int  # of all that the host decides by
+    # [...], weights and caches, each of the shape and dtype that its module gives it
     tensors: list[torch.Tensor]
     sites: tuple[int, ...]  # that adapters may change
     state: LoraState | None
     rows: SiteDelta | None  # whose grouping of the rows all dense layers share
+    # arenas [N], model's dtype; of a site SiteTable.packed [3 + 4 * n, S], int64, and arrivals
     tables_of_sites: list[torch.Tensor]
 
 
@@ -61,8 +63,9 @@ class _Layer:
 class _Step:
     """What all layers of a step share."""
 
-    angles: tuple[torch.Tensor, torch.Tensor]
+    angles: tuple[torch.Tensor, torch.Tensor]  # cos and sin, the model's dtype: [1, T, D]
     key: Hashable
+    # angles; the batch's and the order's, [T] or [B, ...], of dtype int32 or int64
     tensors: list[torch.Tensor]
     order: RowOrder | None
 
