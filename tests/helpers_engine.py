@@ -108,6 +108,11 @@ class FakeManager:
     def hold(self, ref: AdapterRef) -> None:
         self.holds[ref] = self.holds.get(ref, 0) + 1
 
+    def hold_newest(self, name: str) -> AdapterRef:
+        ref = self.resolve(name)
+        self.hold(ref)
+        return ref
+
     def drop(self, ref: AdapterRef) -> None:
         assert self.holds[ref] > 0
         self.holds[ref] -= 1

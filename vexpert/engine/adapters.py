@@ -58,8 +58,11 @@ class AdapterSource(Protocol):
     def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
         """Of the newest version of `name`; None: it is to be read first, as `may_read` has it."""
 
-    def hold(self, ref: AdapterRef) -> None:
-        """A living request uses `ref`: keep its weights, begin to read them where needed."""
+    def hold_newest(self, name: str) -> AdapterRef:
+        """A living request uses the newest version of `name`: keep its weights, begin to read them.
+
+        Raises AdapterNotFoundError if there is none.
+        """
 
     def drop(self, ref: AdapterRef) -> None:
         """The request that held `ref` has ended."""
@@ -111,8 +114,8 @@ class NoAdapters:
     def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
         raise self._unknown(name)
 
-    def hold(self, ref: AdapterRef) -> None:
-        raise self._unknown(ref.name)
+    def hold_newest(self, name: str) -> AdapterRef:
+        raise self._unknown(name)
 
     def drop(self, ref: AdapterRef) -> None:
         raise self._unknown(ref.name)

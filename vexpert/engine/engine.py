@@ -125,13 +125,12 @@ class Engine:
         matchers = [
             None if wanted is None else self._grammars.matcher(wanted) for _ in range(params.n)
         ]
-        ref = None if adapter is None else self._adapters.resolve(adapter)
-        request = Request(request_id, prompt, tokens, params, ref)
+        request = Request(request_id, prompt, tokens, params)
         request.sequences = [
             self._new_sequence(request, index, matcher) for index, matcher in enumerate(matchers)
         ]
-        if ref is not None:
-            self._adapters.hold(ref)  # last: whatever raises before it holds nothing
+        if adapter is not None:  # last: whatever raises before it holds nothing
+            request.adapter = self._adapters.hold_newest(adapter)
         self._requests[request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)

@@ -52,7 +52,7 @@ class Request:
         prompt: str | None,
         prompt_token_ids: list[int],
         params: SamplingParams,
-        adapter: AdapterRef | None,
+        adapter: AdapterRef | None = None,
     ) -> None:
         self.id = request_id
         self.prompt = prompt

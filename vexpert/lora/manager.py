@@ -237,6 +237,16 @@ class AdapterManager:
 
     # ---- requests: any thread
 
+    def hold_newest(self, name: str) -> AdapterRef:
+        """Hold the newest version of `name` for a living request: no reload comes between.
+
+        Raises as `resolve` and `hold` do; nothing is held then.
+        """
+        with self._lock:
+            ref = self._find(name).ref
+            self.hold(ref)
+            return ref
+
     def hold(self, ref: AdapterRef) -> None:
         """A living request uses `ref`; begins to read it if it is not on the host.
 
