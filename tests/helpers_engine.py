@@ -20,6 +20,7 @@ from vexpert.engine.engine import Engine
 from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError
+from vexpert.lora.adapter_version import check_newest
 from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.types import (
     AdapterInfo,
@@ -108,8 +109,9 @@ class FakeManager:
     def hold(self, ref: AdapterRef) -> None:
         self.holds[ref] = self.holds.get(ref, 0) + 1
 
-    def hold_newest(self, name: str) -> AdapterRef:
+    def hold_newest(self, name: str, version: int | None = None) -> AdapterRef:
         ref = self.resolve(name)
+        check_newest(ref, version)
         self.hold(ref)
         return ref
 

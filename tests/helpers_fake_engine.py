@@ -7,8 +7,9 @@ it. One character is one token. Tests may make it slow, make it fail, or watch i
 import json
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -18,7 +19,12 @@ from jinja2 import TemplateError
 from vexpert.config import EngineConfig, shown
 from vexpert.engine.outputs import CompletionOutput, EngineStats, Logprob, RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
-from vexpert.errors import AdapterError, AdapterNotFoundError, RequestError
+from vexpert.errors import (
+    AdapterError,
+    AdapterNotFoundError,
+    AdapterReplacedError,
+    RequestError,
+)
 from vexpert.lora.chat_template import ChatTemplate, read_template
 from vexpert.lora.info import AdapterInfo
 
@@ -112,6 +118,7 @@ class FakeEngine:
         self.step_thread: int | None = None
         self._adapters: dict[str, AdapterInfo] = {}
         self._templates: dict[str, ChatTemplate] = {}
+        self._versions: Counter[str] = Counter()
         self._prompt_tokens = self._tokens = self._steps = 0
 
     def is_quick(self, params: SamplingParams) -> bool:
@@ -124,7 +131,9 @@ class FakeEngine:
         return self._adapters[name].path if name in self._adapters else None
 
     def adapter_template(self, name: str, may_read: bool = True) -> ChatTemplate | None:
-        return self._templates.get(name, ChatTemplate())
+        if name not in self._adapters:
+            return ChatTemplate()
+        return replace(self._templates[name], version=self._adapters[name].version)
 
     def add_request(
         self,
@@ -133,9 +142,12 @@ class FakeEngine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         adapter: str | None = None,
+        version: int | None = None,
     ) -> None:
         if adapter is not None and adapter not in self._adapters:
             raise AdapterNotFoundError(f"no adapter {shown(adapter)}")
+        if adapter is not None and version not in (None, self._adapters[adapter].version):
+            raise AdapterReplacedError(f"adapter {adapter!r} is another now")
         if params.seed == 13:
             raise RequestError("seed=13: the fake engine is superstitious", "seed")
         text = self.tokenizer.decode(prompt_token_ids) if prompt is None else prompt
@@ -230,7 +242,9 @@ class FakeEngine:
         if not (Path(path) / "adapter_config.json").is_file() and path != "bundled":
             raise AdapterError(f"{path}: no adapter_config.json there; give an adapter's folder")
         self._templates[name] = read_template(Path(path))
-        self._adapters[name] = AdapterInfo(name, 1, path, "device", 8, 1024, 1024, 0)
+        self._versions[name] += 1
+        version = self._versions[name]
+        self._adapters[name] = AdapterInfo(name, version, path, "device", 8, 1024, 1024, 0)
         return self._adapters[name]
 
     def register_adapter(self, name: str, path: str, **options: Any) -> AdapterInfo:

@@ -42,6 +42,10 @@ class AdapterGoneError(AdapterError):
     """A request ends early: its adapter was unloaded, or can no longer be read."""
 
 
+class AdapterReplacedError(AdapterError):
+    """A prompt was made for a version of an adapter that is not the newest any more."""
+
+
 class UnsupportedError(VexpertError):
     """No backend can run this operation with this shape, dtype and device."""
 

@@ -58,10 +58,11 @@ class AdapterSource(Protocol):
     def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
         """Of the newest version of `name`; None: it is to be read first, as `may_read` has it."""
 
-    def hold_newest(self, name: str) -> AdapterRef:
+    def hold_newest(self, name: str, version: int | None = None) -> AdapterRef:
         """A living request uses the newest version of `name`: keep its weights, begin to read them.
 
-        Raises AdapterNotFoundError if there is none.
+        Raises AdapterNotFoundError if there is none, AdapterReplacedError if it is another than
+        `version`, where that is given.
         """
 
     def drop(self, ref: AdapterRef) -> None:
@@ -114,7 +115,7 @@ class NoAdapters:
     def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
         raise self._unknown(name)
 
-    def hold_newest(self, name: str) -> AdapterRef:
+    def hold_newest(self, name: str, version: int | None = None) -> AdapterRef:
         raise self._unknown(name)
 
     def drop(self, ref: AdapterRef) -> None:

@@ -110,11 +110,14 @@ class Engine:
         prompt_token_ids: list[int],
         params: SamplingParams,
         adapter: str | None = None,
+        version: int | None = None,
     ) -> None:
         """Queue a request; `prompt` is only handed back. Nothing is changed if it raises.
 
-        Raises RequestError for a bad prompt, option or a known id, AdapterNotFoundError for an
-        unknown adapter. The output ends at max_model_len, whatever max_tokens allows.
+        `version`: of the adapter that the prompt was made for; None: of any. Raises RequestError
+        for a bad prompt, option or a known id, AdapterNotFoundError for an unknown adapter,
+        AdapterReplacedError for a `version` that is not the newest. The output ends at
+        max_model_len, whatever max_tokens allows.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another")
@@ -130,7 +133,7 @@ class Engine:
             self._new_sequence(request, index, matcher) for index, matcher in enumerate(matchers)
         ]
         if adapter is not None:  # last: whatever raises before it holds nothing
-            request.adapter = self._adapters.hold_newest(adapter)
+            request.adapter = self._adapters.hold_newest(adapter, version)
         self._requests[request_id] = request
         for sequence in request.sequences:
             self.scheduler.add(sequence)
@@ -158,7 +161,8 @@ class Engine:
     def adapter_template(self, name: str, may_read: bool = True) -> ChatTemplate | None:
         """The chat template that the newest version of an adapter was loaded with; in any thread.
 
-        None: it is not read yet, and `may_read` is not set. Without text for an unknown adapter.
+        None: it is not read yet, and `may_read` is not set. Without text, and of version 0, for an
+        unknown adapter.
         """
         try:
             return self._adapters.chat_template(name, may_read)

@@ -3,6 +3,7 @@
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 
+from vexpert.errors import AdapterReplacedError
 from vexpert.lora.adapter_state import ON_DEVICE, ON_HOST, Life
 from vexpert.lora.source import Source
 from vexpert.lora.types import AdapterInfo, AdapterRef
@@ -59,6 +60,15 @@ class Version:
             loads=history.loads,
             load_seconds=history.load_seconds,
             evictions=history.evictions,
+        )
+
+
+def check_newest(newest: AdapterRef, wanted: int | None) -> None:
+    """Raise AdapterReplacedError if `newest` is not the version `wanted`; None: any will do."""
+    if wanted not in (None, newest.version):
+        raise AdapterReplacedError(
+            f"adapter {newest.name!r} was loaded anew while this request's prompt was made; "
+            "send it again"
         )
 
 

@@ -2,7 +2,7 @@
 
 import json
 import sys
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +19,7 @@ class ChatTemplate:
 
     text: str | None = None
     fault: str | None = None  # of its file, which only requests that need the template hear of
+    version: int = field(default=0, compare=False)  # of the adapter, once it has one; 0: none
 
 
 def shared(template: ChatTemplate) -> ChatTemplate:

@@ -9,6 +9,7 @@ import itertools
 import threading
 import time
 from collections.abc import Iterable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,7 +20,7 @@ from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_name import check_name
 from vexpert.lora.adapter_state import State
-from vexpert.lora.adapter_version import Version, some_names
+from vexpert.lora.adapter_version import Version, check_newest, some_names
 from vexpert.lora.budget import arena_bytes, host_bytes, reader_count, slab_bytes, slot_count
 from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.device_tier import DeviceTier
@@ -209,7 +210,9 @@ class AdapterManager:
             template, files = self._host.read_template(version)
             with self._lock:
                 life.read_template(template, files)
-        return None if life.contents is None else life.contents.template
+        if life.contents is None:
+            return None
+        return replace(life.contents.template, version=version.ref.version)
 
     def usage(self) -> TierUsage:
         """What the tiers hold now."""
@@ -237,13 +240,15 @@ class AdapterManager:
 
     # ---- requests: any thread
 
-    def hold_newest(self, name: str) -> AdapterRef:
+    def hold_newest(self, name: str, version: int | None = None) -> AdapterRef:
         """Hold the newest version of `name` for a living request: no reload comes between.
 
-        Raises as `resolve` and `hold` do; nothing is held then.
+        Raises as `resolve` and `hold` do, AdapterReplacedError if it is not `version`, where that
+        is given; nothing is held then.
         """
         with self._lock:
             ref = self._find(name).ref
+            check_newest(ref, version)
             self.hold(ref)
             return ref
 

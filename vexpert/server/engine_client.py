@@ -171,10 +171,12 @@ class AsyncEngine:
         adapter: str | None,
         every_step: bool,
         sink: Sink,
+        version: int | None = None,
     ) -> None:
         """Queue a request; `sink` gets its updates in the event loop, the last one finished.
 
-        Raises what the engine raises. If the caller is cancelled meanwhile, the request is aborted.
+        `version`: of the adapter that the prompt was made for; None: of any. Raises what the engine
+        raises. If the caller is cancelled meanwhile, the request is aborted.
         """
         assert request_id not in self._keys, request_id
         link = self._connected()
@@ -189,7 +191,7 @@ class AsyncEngine:
         try:
             await link.call(
                 *("add", key, request_id, prompt, prompt_token_ids),
-                *(params_fields(params), adapter, every_step),
+                *(params_fields(params), adapter, version, every_step),
             )
         except asyncio.CancelledError:
             self.abort(request_id)

@@ -210,10 +210,10 @@ class EngineLoop:
         self._answer(call, method, arguments)
 
     def _on_add(self, call: int, key: int, request_id: str, *arguments: Any) -> None:
-        prompt, token_ids, params, adapter, every_step = arguments
+        prompt, token_ids, params, adapter, version, every_step = arguments
         try:
             options = read_params(params)
-            self.engine.add_request(request_id, prompt, token_ids, options, adapter)
+            self.engine.add_request(request_id, prompt, token_ids, options, adapter, version)
         except VexpertError as error:
             self.send("reply", call, error_fields(error), None)
         except Exception as error:
@@ -252,11 +252,11 @@ def _unload(engine: EngineProtocol, name: str, drain_seconds: float | None) -> N
     engine.unload_adapter(name, drain_seconds=drain_seconds)
 
 
-def _template(engine: EngineProtocol, name: str) -> tuple[str | None, str | None]:
-    """(text, fault)."""
+def _template(engine: EngineProtocol, name: str) -> tuple[str | None, str | None, int]:
+    """(text, fault, version)."""
     found = engine.adapter_template(name)
     assert found is not None, name
-    return found.text, found.fault
+    return found.text, found.fault, found.version
 
 
 METHODS: dict[str, Callable[..., Any]] = {

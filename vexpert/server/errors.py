@@ -7,7 +7,13 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
-from vexpert.errors import AdapterGoneError, AdapterNotFoundError, RequestError, VexpertError
+from vexpert.errors import (
+    AdapterGoneError,
+    AdapterNotFoundError,
+    AdapterReplacedError,
+    RequestError,
+    VexpertError,
+)
 from vexpert.log import get_logger
 from vexpert.server.progress import (
     EngineCallError,
@@ -82,6 +88,8 @@ def api_error(error: Exception) -> ApiError:
             return ApiError(str(error), 404, code="adapter_not_found")
         case AdapterGoneError():
             return ApiError(str(error), 503, code="adapter_gone")
+        case AdapterReplacedError():
+            return ApiError(str(error), 503, code="adapter_replaced", retry_after=1)
         case OverloadedError():
             return ApiError(str(error), 429, code="queue_full", retry_after=1)
         case ShuttingDownError():

@@ -27,6 +27,7 @@ class Job:
     adapter: str | None
     stream: bool
     timeout: float | None = None  # seconds from the arrival of the request; None: any time
+    version: int | None = None  # of the adapter that the prompts were made for; None: of any
     prompt_only: bool = False  # the caller wants the prompt's log-probabilities, not the output
 
 
@@ -70,6 +71,7 @@ class Generation:
             prompt.token_ids,
             self._job.params[i],
             adapter=self._job.adapter,
+            version=self._job.version,
             every_step=self._job.stream,
             sink=partial(self._take, i),
         )

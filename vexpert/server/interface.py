@@ -56,7 +56,10 @@ class EngineProtocol(Protocol):
         """Folder of the newest version of an adapter; None if there is none."""
 
     def adapter_template(self, name: str, may_read: bool = True) -> "ChatTemplate | None":
-        """The chat template that an adapter was loaded with; None: it must be read first."""
+        """The chat template that an adapter was loaded with; None: it must be read first.
+
+        It tells its version, which is 0 for an unknown adapter.
+        """
 
     def add_request(
         self,
@@ -65,8 +68,12 @@ class EngineProtocol(Protocol):
         prompt_token_ids: list[int],
         params: "SamplingParams",
         adapter: str | None = None,
+        version: int | None = None,
     ) -> None:
-        """Queue a request. Raises RequestError or AdapterNotFoundError."""
+        """Queue a request. Raises RequestError or AdapterNotFoundError.
+
+        AdapterReplacedError where `version` is given, and is not the adapter's newest.
+        """
 
     def abort(self, request_id: str) -> bool:
         """Drop a request and free what it holds; False if it is unknown or finished."""

@@ -1,7 +1,7 @@
 """Messages between the server and its engine: msgpack arrays, the first item names the kind.
 
 To the engine:
-    add      call, key, request_id, prompt, token_ids, params, adapter, every_step
+    add      call, key, request_id, prompt, token_ids, params, adapter, version, every_step
     abort    key
     call     call, method, arguments        a method of EngineLoop.METHODS
     beat                                    asks for a `beat`

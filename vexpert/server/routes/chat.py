@@ -1,5 +1,6 @@
 """POST /v1/chat/completions."""
 
+import contextlib
 from collections.abc import Iterator
 
 from fastapi import APIRouter
@@ -7,7 +8,7 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from vexpert.engine.structured_outputs import StructuredOutputs
-from vexpert.errors import AdapterNotFoundError, RequestError
+from vexpert.errors import AdapterNotFoundError, AdapterReplacedError, RequestError
 from vexpert.server.answer import Head, answer, new_id
 from vexpert.server.events import Json
 from vexpert.server.generation import Job
@@ -20,6 +21,7 @@ from vexpert.server.tools.answer import ToolAnswer
 from vexpert.server.tools.plan import ToolPlan, plan_tools
 
 router = APIRouter()
+MOST_TRIES = 3  # to have an adapter's prompt ready before the adapter is loaded anew
 
 
 @router.post("/v1/chat/completions")
@@ -33,6 +35,15 @@ async def create_chat_completion(body: ChatCompletionRequest, request: Request) 
     body.check()
     service.admit(request, body.model)
     plan = plan_tools(body, service.tool_format())
+    for _ in range(MOST_TRIES - 1):
+        with contextlib.suppress(AdapterReplacedError):
+            return await _answer(request, body, plan)
+    return await _answer(request, body, plan)
+
+
+async def _answer(request: Request, body: ChatCompletionRequest, plan: ToolPlan | None) -> Response:
+    """Raises AdapterReplacedError if the prompt is not of the adapter's newest version any more."""
+    service = service_of(request)
     job = await _job(request, body, plan)
     formatter = ChatFormatter(body, job.request_id, plan)
     try:
@@ -56,9 +67,12 @@ async def _job(request: Request, body: ChatCompletionRequest, plan: ToolPlan | N
     service = service_of(request)
     constraint = _constraint(body, plan)
     adapter = service.adapter_of(body.model)
+    restarts = service.engine.restarts
     own = await service.own_template(request, adapter)
     tools, opening = ([], "") if plan is None else (plan.for_template(), plan.opening)
     prompt = await service.prompts.chat(body, own, tools, opening)
+    if own is not None and service.engine.restarts != restarts:  # it numbers versions anew
+        raise AdapterReplacedError("the engine was started again meanwhile; send it again")
     room = output_room(prompt, body.output_limit, service.facts.max_model_len, "messages")
     params = body.build_params(
         service.options.sampling_defaults,
@@ -69,8 +83,15 @@ async def _job(request: Request, body: ChatCompletionRequest, plan: ToolPlan | N
         # The marks of calls may be special tokens.
         **({} if plan is None else {"skip_special_tokens": False}),
     )
-    timeout = service.options.time_limit
-    return Job(new_id("chatcmpl"), [prompt], [params], adapter, bool(body.stream), timeout)
+    return Job(
+        new_id("chatcmpl"),
+        [prompt],
+        [params],
+        adapter,
+        stream=bool(body.stream),
+        timeout=service.options.time_limit,
+        version=None if own is None else own.template.version,
+    )
 
 
 class ChatFormatter:
