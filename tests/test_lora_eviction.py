@@ -84,10 +84,10 @@ def test_pinned_adapters_never_leave() -> None:
     policy = device([version(is_pinned=True), version()])
     assert policy.victims(10, FULL) == (1,)
     assert policy.victims(20, FULL) is None
-    assert policy.pinned_bytes == 10
-    assert policy.can_ever_fit(10)
-    assert not policy.can_ever_fit(11)
-    assert not device([version(0, is_pinned=True)]).can_ever_fit(0)  # no slot
+    pinned = policy.in_slot[0]
+    assert policy.beside_pinned() == (Room(10, 1), [pinned.ref.name])
+    pinned.life.is_retired = True  # it leaves with its last request
+    assert policy.beside_pinned() == (Room(20, 2), [])
 
 
 def test_what_has_come_stays_for_a_step_or_until_it_was_used() -> None:

@@ -1,5 +1,6 @@
 """Loads beside a running engine: slow, broken and stuck ones hurt one adapter alone."""
 
+import re
 import threading
 import time
 from collections.abc import Iterator
@@ -293,10 +294,65 @@ def test_pinned_adapters_stay(tmp_path: Path) -> None:
     ref = manager.resolve("d")  # on the host, and no room is left that may be evicted
     manager.hold(ref)
     ended = run_until_ended(manager, ref)
-    assert "under pinned ones" in ended[ref]
-    with pytest.raises(AdapterError, match="under pinned ones; raise lora_memory"):
+    told = r"pinned adapters \(a, b\) leave \d+ of \d+ bytes, and it needs \d+; unload one of them"
+    assert re.search(told, ended[ref])
+    with pytest.raises(AdapterError, match=told):
         manager.load("f", folder(tmp_path, "f", 7))
     manager.drop(ref)
+    manager.check_integrity()
+
+
+@pytest.mark.parametrize("comes", ["loaded before", "to be read", "to be read again"])
+@pytest.mark.parametrize("lacks", ["slots", "bytes", "both"])
+def test_what_pinned_adapters_shut_out_works_again_without_them(
+    tmp_path: Path, lacks: str, comes: str
+) -> None:
+    size = adapter_bytes()
+    slots, nbytes = {"slots": (2, 4), "bytes": (3, 3), "both": (2, 3)}[lacks]
+    manager = make(max_loras=slots, lora_memory=nbytes * size - 1, max_cpu_loras=1)
+    total = manager.pool.arena.nbytes
+    if comes == "to be read":
+        manager.register("x", folder(tmp_path, "x", 5))
+    else:
+        manager.load("x", folder(tmp_path, "x", 5))
+    for seed, name in enumerate("ab"):
+        manager.load(name, folder(tmp_path, name, seed), pinned=True)
+        wait_until(lambda: (manager.advance(), manager.list()[0].state == "device")[1])
+    if comes != "loaded before":
+        assert manager.list()[2].tier == "disk"
+    left = total - sum(info.device_bytes for info in manager.list())
+    causes = ["have all 2 slots", f"leave {left} of {total} bytes, and it needs {size}"]
+    options = ["max_loras (--max-loras)", "lora_memory (--lora-memory)"]
+    which = {"slots": slice(0, 1), "bytes": slice(1, 2), "both": slice(2)}[lacks]
+    cause, option = (" and ".join(words[which]) for words in (causes, options))
+    begins = "adapter 'x': there is no room for it on the device: the pinned adapters (a, b)"
+    for _ in range(2):  # as often as somebody asks
+        ref = manager.resolve("x")
+        manager.hold(ref)
+        told = run_until_ended(manager, ref)[ref]
+        assert told == f"{begins} {cause}; unload one of them, or raise {option}"
+        manager.drop(ref)
+        assert (manager.list()[2].name, manager.list()[2].error) == ("x", None)
+        manager.check_integrity()
+    manager.unload("a")
+    assert_slot_is(manager, start(manager, "x")[1], 5)
+    assert manager.resolve("x") == ref
+    manager.check_integrity()
+
+
+def test_a_pinned_adapter_that_drains_is_waited_for(tmp_path: Path) -> None:
+    manager = make(max_loras=1)
+    manager.load("x", folder(tmp_path, "x", 5))
+    manager.load("a", folder(tmp_path, "a", 0), pinned=True)
+    held, _ = start(manager, "a")
+    manager.unload("a")
+    ref = manager.resolve("x")
+    manager.hold(ref)
+    for _ in range(3):
+        assert manager.advance() == {}
+        assert manager.acquire(ref) is Wait.NO_ROOM
+    finish(manager, held)
+    assert_slot_is(manager, acquire(manager, ref), 5)
     manager.check_integrity()
 
 

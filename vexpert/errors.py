@@ -39,7 +39,7 @@ class RequestError(VexpertError):
 
 
 class AdapterGoneError(AdapterError):
-    """A request ends early: its adapter was unloaded, or can no longer be read."""
+    """A request ends early: its adapter was unloaded, cannot be read, or has no room for now."""
 
 
 class AdapterReplacedError(AdapterError):

@@ -64,7 +64,7 @@ class Request:
         self.sequences: list[Sequence] = []
         self.num_cached_tokens = 0
         self.error: str | None = None
-        self.lost_adapter = False  # its adapter was unloaded, or could not be read
+        self.lost_adapter = False  # its adapter was unloaded, not to be read, or without room
         # prompt_logprobs[i] is the row of token i; filled from the left, the first is None
         self.prompt_logprobs: list[LogprobRow | None] | None = (
             None if params.prompt_logprobs is None else [None]

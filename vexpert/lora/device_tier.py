@@ -12,7 +12,7 @@ from dataclasses import dataclass
 import torch
 
 from vexpert.log import get_logger
-from vexpert.lora.adapter_version import Version
+from vexpert.lora.adapter_version import Version, some_names
 from vexpert.lora.eviction import DevicePolicy, Room
 from vexpert.lora.pool import SlotPool
 from vexpert.lora.transfer import Copier, Transfer, make_transfer
@@ -74,9 +74,33 @@ class DeviceTier:
         self._last_step = time.monotonic()
         self._copy_left = self._move_left = UNLIMITED
 
-    def can_ever_fit(self, nbytes: int) -> bool:
-        """Whether `nbytes` fit beside what never leaves."""
-        return self.policy.can_ever_fit(self.pool.block_bytes(nbytes))
+    def too_large(self, nbytes: int) -> str | None:
+        """Why an adapter of `nbytes` never fits, whoever leaves; None: it does."""
+        total = self.pool.arena.nbytes
+        if self.pool.block_bytes(nbytes) <= total:
+            return None
+        return (
+            f"it needs {nbytes} bytes on the device; all adapters together have {total}; "
+            "raise lora_memory (--lora-memory)"
+        )
+
+    def shut_out(self, nbytes: int) -> str | None:
+        """Why an adapter of `nbytes` has no room while the pinned ones are there; None: it has."""
+        room, names = self.policy.beside_pinned()
+        lacks, options = [], []
+        if room.slots < 1:
+            lacks.append(f"have all {self.pool.num_slots} slots")
+            options.append("max_loras (--max-loras)")
+        if self.pool.block_bytes(nbytes) > room.nbytes:
+            total = self.pool.arena.nbytes
+            lacks.append(f"leave {room.nbytes} of {total} bytes, and it needs {nbytes}")
+            options.append("lora_memory (--lora-memory)")
+        if not lacks:
+            return None
+        return (
+            f"there is no room for it on the device: the pinned adapters ({some_names(names)}) "
+            f"{' and '.join(lacks)}; unload one of them, or raise {' and '.join(options)}"
+        )
 
     def begin_step(self, is_idle: bool) -> None:
         """A new step: new budgets, none if nobody runs, and the install under way goes on."""

@@ -108,15 +108,15 @@ class DevicePolicy:
         unwanted = [slot for slot in free if not self.in_slot[slot].life.holds]
         return unwanted if spare_held else unwanted + held
 
-    @property
-    def pinned_bytes(self) -> int:
-        """Bytes that pinned adapters take."""
-        return sum(v.life.device_bytes for v in self.in_slot.values() if v.is_pinned)
+    def beside_pinned(self) -> tuple[Room, list[str]]:
+        """The room that pinned adapters leave to all others, and their names, sorted.
 
-    def can_ever_fit(self, need: int) -> bool:
-        """Whether `need` bytes fit beside what never leaves."""
-        slots = sum(version.is_pinned for version in self.in_slot.values())
-        return need + self.pinned_bytes <= self._nbytes and slots < self._num_slots
+        One that was unloaded is not counted: it leaves with its last request.
+        """
+        pinned = [v for v in self.in_slot.values() if v.is_pinned and not v.life.is_retired]
+        nbytes = self._nbytes - sum(version.life.device_bytes for version in pinned)
+        names = sorted(version.ref.name for version in pinned)
+        return Room(nbytes, self._num_slots - len(pinned)), names
 
     def check_integrity(self) -> None:
         """Assert that slots and versions agree, and that no idle slot is lost to eviction."""

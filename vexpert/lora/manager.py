@@ -307,9 +307,8 @@ class AdapterManager:
             if life.slot is None:
                 self._host.ensure(version)
             slot = self._device.acquire(version)
-            if slot is Wait.NO_ROOM and not self._device.can_ever_fit(life.host_bytes):
-                life.fail(f"adapter {ref.name!r}: {self._too_large(life.host_bytes)}")
-                self._settle(version)
+            if slot is Wait.NO_ROOM and (why := self._device.shut_out(life.host_bytes)):
+                self._ended[ref] = f"adapter {ref.name!r}: {why}"  # itself, it stays loaded
             return slot
 
     def release(self, ref: AdapterRef) -> None:
@@ -367,16 +366,11 @@ class AdapterManager:
             return Version(ref, source, pinned)
 
     def _check_size(self, version: Version, nbytes: int) -> None:
-        if not self._device.can_ever_fit(nbytes):
-            raise AdapterError(self._too_large(nbytes))
-
-    def _too_large(self, nbytes: int) -> str:
-        pinned = self._device.policy.pinned_bytes
-        rest = f", {pinned} of them under pinned ones" if pinned else ""
-        return (
-            f"it needs {nbytes} bytes on the device; all adapters together have "
-            f"{self.pool.arena.nbytes}{rest}; raise lora_memory (--lora-memory)"
-        )
+        """Raise AdapterError for one that never fits, or is new and does not beside pinned ones."""
+        is_new = version.ref not in self._versions
+        why = self._device.too_large(nbytes) or (is_new and self._device.shut_out(nbytes))
+        if why:
+            raise AdapterError(why)
 
     def _commit(self, version: Version) -> None:
         name = version.ref.name
