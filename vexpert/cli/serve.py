@@ -152,10 +152,10 @@ def _say_cannot_bind(args: argparse.Namespace, error: OSError) -> int:
 
 def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket, boot: Boot) -> int:
     config, modules, names = resolve_model(config, args.lora_modules, args.served_model_name)
-    check_model(config)
     if modules and not config.enable_lora:
         raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
     check_modules(modules, names or (config.model,))
+    check_model(config)
     config = dataclasses.replace(config, reserved_names=names)
     if args.tool_call_parser is None and is_demo(config.model):
         args.tool_call_parser = TOOL_FORMAT
