@@ -88,7 +88,7 @@ PANELS: list[tuple[str, str, list[tuple[str, str]]]] = [
           "found")],
     ),
     ("Preemptions per second", "short", [(rate("vllm:num_preemptions_total"), "preempted")]),
-    ("Steps per second", "short", [(rate("vllm:engine_steps_total"), "steps")]),
+    ("Steps per second", "short", [(rate("vexpert:engine_steps_total"), "steps")]),
 ]  # fmt: skip
 
 

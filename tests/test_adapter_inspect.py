@@ -226,9 +226,17 @@ def test_names_that_no_terminal_can_show(
 
 
 def test_an_empty_path(folder: str, capsys: pytest.CaptureFixture[str]) -> None:
-    code, out, _ = run(capsys, "inspect", "", "--model", folder)
-    assert code == 1
-    assert "path is empty" in out
+    for words in (["inspect", "", "--model", folder], ["check", ""]):
+        code, out, error = run(capsys, *words)
+        assert (code, out) == (2, "")
+        assert "path is empty" in error
+
+
+def test_a_folder_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:
+    inspected, checked = (run(capsys, action, "nope") for action in ("inspect", "check"))
+    assert inspected == checked
+    assert inspected[:2] == (2, "")
+    assert inspected[2].startswith("error: 'nope': no such folder; give an adapter's folder")
 
 
 @pytest.mark.parametrize("model_type", ["qwen3_moe", "mixtral", "gpt_oss"])

@@ -4,6 +4,7 @@ import json
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
+from typing import Any
 
 import pytest
 from helpers_server import BASE, NAMES, RunningServer
@@ -98,3 +99,28 @@ def test_a_plot_without_matplotlib(
     monkeypatch.setitem(__import__("sys").modules, "matplotlib", None)
     assert main(["bench", "serve", "--plot", "x.png"]) == 2
     assert "vexpert[plots]" in capsys.readouterr().err
+
+
+def test_an_unknown_name_is_refused_before_the_run(
+    server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["bench", "serve", "--url", server.url, "--num-prompts", "2", "--output-len", "2"]
+    assert main([*words, "--models", "upper", "nobody"]) == 2
+    captured = capsys.readouterr()
+    assert captured.err.startswith("error: models=['nobody']: the server knows [")
+    assert captured.out == ""
+    assert main([*words, "--models", f"{BASE}:upper"]) == 0
+
+
+def test_a_failed_request_is_exit_code_1(
+    server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def one_too_long(*args: Any) -> list[dict[str, Any]]:
+        first, *others = bodies(*args)
+        return [first | {"max_tokens": 10**6}, *others]
+
+    monkeypatch.setattr("vexpert.cli.bench.serve.bodies", one_too_long)
+    words = ["bench", "serve", "--url", server.url, "--num-prompts", "3", "--output-len", "2"]
+    assert main(words) == 1
+    result = json.loads(capsys.readouterr().out.splitlines()[-1])
+    assert (result["completed"], result["failed"]) == (2, 1)

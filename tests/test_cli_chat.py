@@ -254,10 +254,10 @@ def test_bench_serve_counts_every_token(
 def test_bench_serve_fails_when_nothing_is_answered(
     server: RunningServer, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    words = ["--num-prompts", "2", "--models", "nobody"]
+    words = ["--num-prompts", "2", "--output-len", "1000000"]
     assert main(["bench", "serve", "--url", server.url, *words]) == 1
     lines = capsys.readouterr().out.splitlines()
-    assert "404" in lines[-2]
+    assert "the server answers 400" in lines[-2]
     assert json.loads(lines[-1])["failed"] == 2
 
 

@@ -8,14 +8,16 @@ import sys
 from contextlib import redirect_stdout
 from io import StringIO
 from pathlib import Path
+from typing import Any
 
 import httpx
 import pytest
 from helpers_messages import messages
 
-from vexpert import demo
+from vexpert import LLM, SamplingParams
 from vexpert.cli.completion import walk
 from vexpert.cli.main import build_parser
+from vexpert.cli.other_flags import BY_COMMAND
 
 pytest_plugins = ["helpers_demo_server"]
 ROOT = Path(__file__).parent.parent
@@ -78,8 +80,6 @@ def test_the_python_page() -> None:
 
 
 def test_every_sampling_option_is_told() -> None:
-    from vexpert import SamplingParams
-
     assert set(SamplingParams.__dataclass_fields__) <= set(re.findall(r"`(\w+)`", PYTHON))
 
 
@@ -110,6 +110,22 @@ def test_flags_without_a_counterpart_are_refused(capsys: pytest.CaptureFixture[s
             assert f"unrecognized arguments: {flag}" in capsys.readouterr().err
 
 
+def test_flags_of_others_get_a_pointer_to_the_page(capsys: pytest.CaptureFixture[str]) -> None:
+    (bench,) = re.findall(r"^`vllm bench serve`: .*?\n\n", MIGRATING, re.MULTILINE | re.DOTALL)
+    for command, text in (("serve",), MIGRATING.replace(bench, "")), (("bench", "serve"), bench):
+        known = set(COMMANDS[command].flags) | {"--url"}
+        flags = set(re.findall(r"`(-?-[a-z-]+)`", text)) - known
+        assert flags == BY_COMMAND[" ".join(("vexpert", *command))]
+        assert len(flags) > 15
+        for flag in flags:
+            with pytest.raises(SystemExit):
+                build_parser().parse_args([*command, flag, "1"])
+            error = capsys.readouterr().err
+            if flag not in ("--port", "--host"):
+                assert "; docs/migrating.md says what there is instead; see" in error
+            assert "did you mean --" not in error or flag in ("--port", "--host")
+
+
 def names_after(words: str) -> list[str]:
     """What is in backquotes in one sentence of the migration page."""
     (text,) = re.findall(rf"^{words}: (.*?)\.\n", MIGRATING, re.MULTILINE | re.DOTALL)
@@ -132,10 +148,27 @@ def test_fields_and_metrics_that_are_said_to_be_missing_are(url: str) -> None:
 
 def test_the_python_of_migrating() -> None:
     (block,) = re.findall(r"```python\n(.*?)```", MIGRATING, re.DOTALL)
-    names: dict[str, object] = {"path": str(demo.adapter_paths()["upper"])}
+    names: dict[str, object] = {}
     exec(block, names)
     upper, base = names["outputs"]  # type: ignore[misc]
     assert (upper.adapter, base.adapter) == ("upper", None)  # type: ignore[has-type]
+    methods, arguments = (
+        names_after(f"No {words}")
+        for words in ("methods of `LLM`", "arguments of `SamplingParams`")
+    )
+    assert len(methods) > 5
+    assert len(arguments) > 5
+    assert not [name for name in methods if hasattr(LLM, name)]
+    assert not set(arguments) & set(SamplingParams.__dataclass_fields__)
+
+
+def test_the_python_of_adapters() -> None:
+    (block,) = re.findall(r"```python\n(.*?)```", (DOCS / "adapters.md").read_text(), re.DOTALL)
+    names: dict[str, Any] = {}
+    exec(block, names)
+    assert names["report"].error is None
+    assert names["checked"].is_right
+    assert names["weights"].modules
 
 
 # The yardstick names files of other projects; its links are tested as every page's are.

@@ -27,6 +27,7 @@ NAMES = {
     "vllm:inter_token_latency_seconds_count",
     "vllm:e2e_request_latency_seconds_sum",
     "vllm:lora_requests_info",
+    "vexpert:engine_steps_total",
     "vexpert:adapter_requests_total",
     "vexpert:adapter_generation_tokens_total",
 }
@@ -54,6 +55,7 @@ def test_numbers_follow_what_happened(fake: FakeEngine, fake_server: RunningServ
     fake_server.post("/v1/completions", json={"model": "upper", "prompt": "x" * 9, "max_tokens": 4})
     found = samples(fake_server)
     assert {name for name, _ in found} >= NAMES
+    assert "vllm:engine_steps_total" not in {name for name, _ in found}  # it is none of vLLM's
     prompt = len("<user>hello\n<assistant>")
     assert value(found, "vllm:prompt_tokens_total") == 2 * prompt + 10
     assert value(found, "vllm:generation_tokens_total") == 6 + 6 + 4

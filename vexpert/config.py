@@ -103,6 +103,7 @@ class EngineConfig:
     )
     seed: int = option(0, "seed of the sampler's default generator and of dummy weights", "model")
     max_model_len: int | None = option(None, "longest prompt plus output, in tokens", "model")
+    tensor_parallel_size: int = option(1, "devices; only 1 for now", "model")
     trust_remote_code: bool = option(False, "run Python code that a checkpoint ships", "model")
     block_size: int = option(16, "tokens per KV block", "cache")
     kv_cache_memory: int | None = option(
@@ -185,6 +186,9 @@ class EngineConfig:
             raise ConfigError(
                 f"lora_dir_interval={self.lora_dir_interval}: seconds, from 0.05 to 86400"
             )
+        if self.tensor_parallel_size != 1:
+            value = shown(self.tensor_parallel_size)
+            raise ConfigError(f"tensor_parallel_size={value}: one device only for now; use 1")
         if self.batch_invariant and not self.lora_use_virtual_experts:
             raise ConfigError(
                 "batch_invariant=True needs lora_use_virtual_experts: the path of one adapter after"

@@ -11,8 +11,9 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.threads import limit_spinning
-from vexpert.config import EngineConfig
+from vexpert.config import EngineConfig, shown
 from vexpert.demo import DEMO_NAME, find_model
+from vexpert.errors import AdapterError
 from vexpert.log import quiet_libraries
 
 if TYPE_CHECKING:
@@ -72,7 +73,12 @@ def _choices(name: str) -> tuple[str, ...]:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Print the report; 0, or 1 where the adapter is refused or differs."""
+    """Print the report; 0, or 1 where the adapter is refused or differs.
+
+    Raises AdapterError where its folder is not there.
+    """
+    limit_spinning()  # before torch is imported
+    _check_folder(args.path)
     options: dict[str, Any] = {
         "lora_B_layout": args.lora_B_layout,
         "trust_remote_code": args.trust_remote_code,
@@ -80,6 +86,14 @@ def run(args: argparse.Namespace) -> int:
     if args.dtype is not None:
         options["dtype"] = args.dtype
     return _inspect(args, options) if args.action == "inspect" else _check(args, options)
+
+
+def _check_folder(path: str) -> None:
+    from vexpert.lora.files import NO_FOLDER
+    from vexpert.lora.source import check_path
+
+    if not check_path(path).is_dir():
+        raise AdapterError(f"{shown(path, 300)}: {NO_FOLDER}")
 
 
 def _inspect(args: argparse.Namespace, options: dict[str, Any]) -> int:
@@ -93,7 +107,6 @@ def _inspect(args: argparse.Namespace, options: dict[str, Any]) -> int:
 
 
 def _check(args: argparse.Namespace, options: dict[str, Any]) -> int:
-    limit_spinning()
     from vexpert.engine.check import check_adapter
 
     quiet_libraries()

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from vexpert.cli.client import Client
 
 HELP = """/models          names this server knows
-/adapter [NAME]  talk to another of them; without a name: to the base model
+/adapter [NAME]  talk to another of them; without a name: to the first of them
 /compare WORDS   ask all of them the same
 /new             forget the conversation
 /quit            leave, as do Ctrl-D and Ctrl-C"""
@@ -29,7 +29,11 @@ def _usage(command: str) -> str:
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     """Options of `vexpert chat`."""
     add_client_options(parser, "talk to")
-    parser.add_argument("--model", metavar="NAME", help="default: the base model")
+    parser.add_argument(
+        "--model",
+        metavar="NAME",
+        help="default: the first name that the key may use: the base model's, if it may",
+    )
     parser.add_argument("--temperature", type=finite, default=0.0, metavar="X", help="0 is greedy")
     parser.add_argument("--max-tokens", type=int, metavar="N", help="longest answer")
     parser.add_argument("--system", metavar="TEXT", help="system message")

@@ -11,6 +11,7 @@ from collections.abc import Sequence
 from typing import Any, NoReturn, TypeAlias
 
 from vexpert.cli.config_file import file_in, read_defaults
+from vexpert.cli.other_flags import BY_COMMAND, PAGE
 from vexpert.config import EngineConfig
 from vexpert.errors import VexpertError, nearest
 
@@ -64,6 +65,8 @@ class Parser(argparse.ArgumentParser):
             given = message.removeprefix("unrecognized arguments: ").split()[0].split("=")[0]
             known = list(self._option_string_actions)
             near = [flag for flag in OTHER_FLAGS.get(given, ()) if flag in known]
+            if not near and given in BY_COMMAND.get(self.prog, ()):
+                return f"; {PAGE} says what there is instead"
             guess = near[0] if near else nearest(given, known if given.startswith("-") else [])
         elif wrong := re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message):
             guess = nearest(wrong[1], re.findall(r"[\w.-]+", wrong[2]))

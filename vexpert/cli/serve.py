@@ -20,6 +20,7 @@ from vexpert.demo import TOOL_FORMAT, is_demo
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger, set_up_logging
 from vexpert.lora.adapter_name import check_name
+from vexpert.models.source import check_model
 from vexpert.server.interface import LoraModule
 
 if TYPE_CHECKING:
@@ -47,9 +48,6 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     add_server_options(parser)
     groups = add_engine_options(parser)
     add_lora_modules(groups["lora"])
-    groups["model"].add_argument(
-        "--tensor-parallel-size", type=int, default=1, metavar="N", help="devices; only 1 for now"
-    )
 
 
 def add_lora_modules(group: Any) -> None:
@@ -128,9 +126,6 @@ def _bind_and_serve(args: argparse.Namespace, boot: Boot) -> int:
 
 
 def _check(args: argparse.Namespace) -> None:
-    if args.tensor_parallel_size != 1:
-        value = args.tensor_parallel_size
-        raise ConfigError(f"tensor_parallel_size={value}: one device only for now; use 1")
     if not 0 <= args.port <= 65535:
         raise ConfigError(f"port={args.port}: use 1 to 65535, or 0 for a free one")
     if args.max_body_bytes < 1:
@@ -160,6 +155,7 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket,
     if modules and not config.enable_lora:
         raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
     check_modules(modules, names or (config.model,))
+    check_model(config)
     config = dataclasses.replace(config, reserved_names=names)
     if args.tool_call_parser is None and is_demo(config.model):
         args.tool_call_parser = TOOL_FORMAT

@@ -2,7 +2,6 @@
 
 import importlib.util
 import json
-import os
 from pathlib import Path
 from typing import Any
 
@@ -13,42 +12,21 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
 from vexpert.config import EngineConfig
 from vexpert.errors import ConfigError, ModelError
 from vexpert.log import get_logger
-from vexpert.models.tokenizer import model_source
+from vexpert.models.source import REMEDY, check_source, model_source
 
 logger = get_logger(__name__)
-
-PATH_PREFIXES = ("/", "./", "../", "~")  # no Hugging Face name starts so
 
 
 def read_config(config: EngineConfig) -> Any:
     """The checkpoint's transformers config; ModelError if there is none that transformers knows."""
     source = model_source(config)
-    _check_folder(source)
+    check_source(source)
     try:
         return AutoConfig.from_pretrained(source, trust_remote_code=config.trust_remote_code)
     except (OSError, ValueError, KeyError) as error:
         raise ModelError(
-            f"model {source!r} has no config that transformers can read: {error}; give a folder "
-            "with config.json and safetensors, or a Hugging Face name"
+            f"model {source!r} has no config that transformers can read: {error}; {REMEDY}"
         ) from error
-
-
-def _check_folder(source: str) -> None:
-    """ModelError if `source` is a path without a folder, or the folder of an adapter."""
-    folder = Path(source)
-    if not folder.is_dir():
-        if source.startswith(PATH_PREFIXES) or os.path.isabs(source):
-            more = "write ~ out in full, or " if source.startswith("~") else ""
-            raise ModelError(
-                f"model {source!r}: the folder does not exist; {more}give a folder with "
-                "config.json and safetensors, or a Hugging Face name"
-            )
-        return
-    if (folder / "adapter_config.json").is_file() and not (folder / "config.json").is_file():
-        raise ModelError(
-            f"model {source!r}: this is an adapter, not a model: serve its base model with "
-            "--lora-modules NAME=PATH"
-        )
 
 
 def original_name(source: str) -> str:

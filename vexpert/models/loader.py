@@ -25,10 +25,11 @@ from vexpert.models.checkpoint import (
 )
 from vexpert.models.probe import Probe
 from vexpert.models.served import TransformersModel
+from vexpert.models.source import model_source
 from vexpert.models.support import check_supported, longest_context
 from vexpert.models.swap import attach_runners, swap_head, swap_layers
 from vexpert.models.targets import build_targets
-from vexpert.models.tokenizer import model_source, read_tokenizer
+from vexpert.models.tokenizer import read_tokenizer
 from vexpert.models.types import ModelInfo, ServedModel
 from vexpert.ops.backend import LoraBackend, select_backend
 

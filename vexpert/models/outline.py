@@ -11,8 +11,8 @@ from vexpert.log import get_logger
 from vexpert.lora.types import TargetMap
 from vexpert.models.checkpoint import choose_dtype, read_config
 from vexpert.models.loader import find_targets
+from vexpert.models.source import model_source
 from vexpert.models.support import check_supported
-from vexpert.models.tokenizer import model_source
 
 logger = get_logger(__name__)
 

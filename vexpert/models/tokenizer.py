@@ -6,17 +6,9 @@ from transformers import AutoTokenizer
 
 from vexpert.config import EngineConfig
 from vexpert.errors import ModelError
+from vexpert.models.source import model_source
 
 MIN_VOCAB = 8  # fewer tokens than any text needs
-
-
-def model_source(config: EngineConfig) -> str:
-    """Folder or Hugging Face name of the model; an empty one means the bundled demo model."""
-    if config.model:
-        return config.model
-    from vexpert.demo import model_path
-
-    return str(model_path())
 
 
 def read_tokenizer(config: EngineConfig) -> Any:

@@ -82,11 +82,14 @@ class Metrics:
             ("prefix_cache_queries", "Prompt tokens looked up", stats.prefix_query_tokens),
             ("prefix_cache_hits", "Prompt tokens found", stats.prefix_hit_tokens),
             ("num_preemptions", "Requests preempted", stats.preemptions),
-            ("engine_steps", "Steps run", stats.steps),
         ):
-            family = CounterMetricFamily(f"vllm:{name}", help, labels=["model_name"])
-            family.add_metric([self._model_name], value)
-            yield family
+            yield self._counter(f"vllm:{name}", help, value)
+        yield self._counter("vexpert:engine_steps", "Steps run", stats.steps)
+
+    def _counter(self, name: str, help: str, value: float) -> Any:
+        family = CounterMetricFamily(name, help, labels=["model_name"])
+        family.add_metric([self._model_name], value)
+        return family
 
     def _gauge(self, name: str, help: str, value: float) -> Any:
         family = GaugeMetricFamily(f"vllm:{name}", help, labels=["model_name"])

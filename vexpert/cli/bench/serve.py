@@ -11,6 +11,7 @@ from vexpert.cli.bench.plot import check_plot, draw
 from vexpert.cli.bench.report import heading, json_line, row, summary
 from vexpert.cli.parser import add_client_options
 from vexpert.cli.progress import progress
+from vexpert.config import shown
 from vexpert.errors import ConfigError, VexpertError
 
 if TYPE_CHECKING:
@@ -43,7 +44,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Measure and print; 1 if no request succeeded."""
+    """Measure and print; 1 if a request failed."""
     for name in ("num_prompts", "input_len", "output_len", "request_rate"):
         if not getattr(args, name) > 0:
             raise ConfigError(f"{name}={getattr(args, name)}: must be above 0")
@@ -75,14 +76,18 @@ async def _run(args: argparse.Namespace) -> int:
         draw(replies, f"{len(replies)} requests, {rate}, {names}", args.plot)
         print(f"plot: {args.plot}")
     print(json_line(result))
-    return 0 if replies else 1
+    return 1 if errors else 0
 
 
 def _requests(args: argparse.Namespace, entries: list[dict[str, Any]]) -> list[dict[str, Any]]:
     vocab_size = args.vocab_size or entries[0].get("vocab_size")
     if not vocab_size:
         raise ConfigError("this server does not tell its vocabulary; give --vocab-size")
-    names = args.models or [entry["id"] for entry in entries]
+    known = [entry["id"] for entry in entries]
+    names = args.models or known
+    unknown = [name for name in names if name.removeprefix(f"{known[0]}:") not in known]
+    if unknown:
+        raise ConfigError(f"models={shown(unknown)}: the server knows {shown(known, 1000)}")
     asked = names_asked(names, args.popularity, args.num_prompts, args.seed)
     return bodies(asked, vocab_size, args.input_len, args.output_len, args.seed)
 
