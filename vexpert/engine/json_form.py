@@ -6,7 +6,7 @@ from vexpert.engine.json_numbers import KEYWORDS, enforced
 from vexpert.engine.json_objects import is_open, other_names
 from vexpert.engine.json_parts import with_inner
 from vexpert.engine.regex_parser import MAX_MOST
-from vexpert.engine.regex_writer import PLAIN, rewritten_in_json
+from vexpert.engine.regex_writer import rewritten_in_json
 
 FORMAT_SIZE = 64  # states of one of the compiler's own
 CHARACTERS = 64  # of a value, or of names, that weigh as much as a state
@@ -32,13 +32,12 @@ class _Form:
         return self._numbers(copy)
 
     def _text(self, copy: dict[str, Any]) -> None:
-        """Lengths become a pattern: by the compiler's own rule a string may then be no JSON."""
-        least, most = copy.pop("minLength", 0), copy.pop("maxLength", MAX_MOST)
-        most = "" if most >= MAX_MOST else most
-        if least or most != "":
-            copy["pattern"] = f"^{PLAIN}{{{least},{most}}}$"
-            self.size += max(least, most or 0)
-        elif "pattern" in copy:
+        """Lengths stay: see engine/grammar_text.py."""
+        if copy.get("minLength") == 0:
+            del copy["minLength"]
+        if copy.get("maxLength", 0) >= MAX_MOST:
+            del copy["maxLength"]
+        if "pattern" in copy:
             copy["pattern"], size = rewritten_in_json(copy["pattern"])
             self.size += size
         self.size += FORMAT_SIZE * ("format" in copy)
