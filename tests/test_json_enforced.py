@@ -205,6 +205,63 @@ def test_what_a_length_counts_may_stand_in_json(inside: str | bytes) -> None:
     assert not accepts(grammar, b'"a%s"' % raw)
 
 
+ENUM = {"Color": {"enum": ["red", "blue"], "type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "object", "required": ["a"]}, ['{"a":1}', '{"a":{"x":2}}'], ["{}", '{"b":1}']),
+        (
+            {"type": "object", "required": ["a"], "additionalProperties": True},
+            ['{"a":1}', '{"a":1,"b":[2]}'],
+            ["{}", '{"b":1}'],
+        ),
+        ({"type": "string", "x-order": 1, "nullable": False}, ['"a"'], ["null"]),
+        ({"enum": ["", "ab", "abc", 7], "minLength": 1, "maxLength": 2}, ['"ab"', "7"], ['""']),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"$ref": "#/$defs/Color"},
+                "additionalProperties": {"type": "integer"},
+                "$defs": ENUM,
+            },
+            ['{"red":1}', '{"blue":2}', "{}"],
+            ['{"green":1}', '{"red":"x"}'],
+        ),
+        (
+            {"type": "object", "properties": {"x-a": NULL, "nullable": NULL, "b": NULL}},
+            ['{"x-a":null}', '{"b":null}'],
+            ['{"c":null}'],
+        ),
+    ],
+)
+def test_what_other_writers_leave_in_a_schema(schema: Any, good: list[str], bad: list[str]) -> None:
+    grammar = compiled(StructuredOutputs(json=schema, disable_any_whitespace=True))
+    assert [text for text in good if not accepts(grammar, text)] == []
+    assert [text for text in bad if accepts(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": ["a"], "additionalProperties": False},
+        {"type": "object", "required": ["a"], "additionalProperties": {"type": "null"}},
+        {"type": "object", "required": ["a"], "minProperties": 2},
+        {"type": "object", "required": [1]},
+        {"type": "string", "nullable": True},
+        {"enum": ["a"], "minLength": 2},
+        {"enum": ["a"], "minLength": "2"},
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/N"}, "$defs": {"N": NULL}},
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/none"}, "$defs": {}},
+        {"type": "object", "propertyNames": {"$ref": "#"}},
+    ],
+)
+def test_what_looks_like_those_and_binds_is_refused(schema: Any) -> None:
+    with pytest.raises(RequestError):
+        StructuredOutputs(json=schema)
+
+
 def test_lengths_in_tool_calls_and_of_names() -> None:
     names = {"type": "string", "minLength": 1, "maxLength": 4000}
     schema = {"type": "object", "propertyNames": names, "additionalProperties": NULL}

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vexpert.engine.json_idle import plain
 from vexpert.engine.json_numbers import KEYWORDS, enforced
 from vexpert.engine.json_objects import is_open, other_names
 from vexpert.engine.json_parts import with_inner
@@ -22,7 +23,7 @@ class _Form:
     def rewrite(self, part: Any) -> Any:
         if not isinstance(part, dict):
             return part
-        copy = with_inner(part, self.rewrite)
+        copy = with_inner(plain(part), self.rewrite)
         self.size += 1
         if "const" in copy or "enum" in copy:
             self.size += len(str(copy.get("const", copy.get("enum")))) // CHARACTERS
