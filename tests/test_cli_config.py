@@ -100,6 +100,13 @@ def test_a_positional_model_wins(tmp_path: Path) -> None:
         ("lora-weights: [team]", "use one value"),
         ("port: 0x10", "port='0x10'"),
         ("no-web: 'true'", "use true or false"),
+        ("no-web: !!bool maybe", "use true or false"),
+        ("api-key: []", "give one value at least"),
+        ("lora-modules: {}", "give one value at least"),
+        ("served-model-name: []", "give one value at least"),
+        ("api-key: &x [*x]", "recursive"),
+        ("lora-weights: &x {a: *x}", "recursive"),
+        ("api-key: " + "[" * 5000, "cannot be read"),
     ],
 )
 def test_mistakes_name_the_file_and_the_option(

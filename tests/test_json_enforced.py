@@ -2,14 +2,17 @@
 
 import json
 import random
+import time
 from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from vexpert.engine.grammar_probe import needs_probe
 from vexpert.engine.structured_outputs import StructuredOutputs, enforceable
 from vexpert.errors import RequestError
+from vexpert.server.tools.formats import FORMATS, calls_constraint
 
 pytest.importorskip("xgrammar")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
@@ -157,6 +160,117 @@ def test_an_open_name_is_never_one_of_the_named() -> None:
     assert accepts('{"\\"q":null}')
     for bad in ("a", "ab", "\\u0061", '"q', '\\"q', "x" * 60):
         assert not accepts(f'{{"{bad}":true}}'), bad
+
+
+def accepts(grammar: Any, text: str | bytes) -> bool:
+    """Whether `text` is a whole one of the grammar's."""
+    import xgrammar
+
+    matcher = xgrammar.GrammarMatcher(grammar)
+    return bool(matcher.accept_string(text) and matcher.is_completed())
+
+
+@pytest.mark.parametrize("length", [0, 1, 507, 5000, 60000])
+def test_any_length_is_quick_and_exact(length: int) -> None:
+    text = {"type": "string", "minLength": length, "maxLength": length}
+    other = {"enum": ["\u2028😀", 'a"\\\n[^\\"\\\\\\r\\n]', "é"]}
+    properties = {"t": text, "p": {"type": "string", "pattern": "^(?:é|[x-z]{2})$"}, "o": other}
+    schema = {"type": "object", "properties": properties, "required": ["t", "p", "o"]}
+    wanted = StructuredOutputs(json=schema, disable_any_whitespace=True)
+    assert not needs_probe(wanted)
+    begun = time.thread_time()
+    grammar = compiled(wanted)
+    assert time.thread_time() - begun < 0.1
+
+    def whole(text: str, pattern: str = "é", value: Any = other["enum"][1]) -> str:
+        values = {"t": text, "p": pattern, "o": value}
+        return json.dumps(values, ensure_ascii=False, separators=(",", ":"))
+
+    for character in ("x", "é", "😀"):
+        assert accepts(grammar, whole(character * length))
+        assert not accepts(grammar, whole(character * (length + 1)))
+    for value in other["enum"]:
+        assert accepts(grammar, whole("x" * length, "xy", value))
+    assert not accepts(grammar, whole("x" * length, "x"))
+    assert length == 0 or not accepts(grammar, whole("x" * (length - 1)))
+
+
+@pytest.mark.parametrize(
+    "inside", [*map(chr, range(0x20)), "\\n", '"', b"\xc0\x80", b"\xe0\x9d\xb9"]
+)
+def test_what_a_length_counts_may_stand_in_json(inside: str | bytes) -> None:
+    grammar = compiled(StructuredOutputs(json={"type": "string", "maxLength": 9}))
+    raw = inside.encode() if isinstance(inside, str) else inside
+    assert accepts(grammar, b'"a"')
+    assert not accepts(grammar, b'"a%s"' % raw)
+
+
+ENUM = {"Color": {"enum": ["red", "blue"], "type": "string"}}
+
+
+@pytest.mark.parametrize(
+    ("schema", "good", "bad"),
+    [
+        ({"type": "object", "required": ["a"]}, ['{"a":1}', '{"a":{"x":2}}'], ["{}", '{"b":1}']),
+        (
+            {"type": "object", "required": ["a"], "additionalProperties": True},
+            ['{"a":1}', '{"a":1,"b":[2]}'],
+            ["{}", '{"b":1}'],
+        ),
+        ({"type": "string", "x-order": 1, "nullable": False}, ['"a"'], ["null"]),
+        ({"enum": ["", "ab", "abc", 7], "minLength": 1, "maxLength": 2}, ['"ab"', "7"], ['""']),
+        (
+            {
+                "type": "object",
+                "propertyNames": {"$ref": "#/$defs/Color"},
+                "additionalProperties": {"type": "integer"},
+                "$defs": ENUM,
+            },
+            ['{"red":1}', '{"blue":2}', "{}"],
+            ['{"green":1}', '{"red":"x"}'],
+        ),
+        (
+            {"type": "object", "properties": {"x-a": NULL, "nullable": NULL, "b": NULL}},
+            ['{"x-a":null}', '{"b":null}'],
+            ['{"c":null}'],
+        ),
+    ],
+)
+def test_what_other_writers_leave_in_a_schema(schema: Any, good: list[str], bad: list[str]) -> None:
+    grammar = compiled(StructuredOutputs(json=schema, disable_any_whitespace=True))
+    assert [text for text in good if not accepts(grammar, text)] == []
+    assert [text for text in bad if accepts(grammar, text)] == []
+
+
+@pytest.mark.parametrize(
+    "schema",
+    [
+        {"type": "object", "required": ["a"], "additionalProperties": False},
+        {"type": "object", "required": ["a"], "additionalProperties": {"type": "null"}},
+        {"type": "object", "required": ["a"], "minProperties": 2},
+        {"type": "object", "required": [1]},
+        {"type": "string", "nullable": True},
+        {"enum": ["a"], "minLength": 2},
+        {"enum": ["a"], "minLength": "2"},
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/N"}, "$defs": {"N": NULL}},
+        {"type": "object", "propertyNames": {"$ref": "#/$defs/none"}, "$defs": {}},
+        {"type": "object", "propertyNames": {"$ref": "#"}},
+    ],
+)
+def test_what_looks_like_those_and_binds_is_refused(schema: Any) -> None:
+    with pytest.raises(RequestError):
+        StructuredOutputs(json=schema)
+
+
+def test_lengths_in_tool_calls_and_of_names() -> None:
+    names = {"type": "string", "minLength": 1, "maxLength": 4000}
+    schema = {"type": "object", "propertyNames": names, "additionalProperties": NULL}
+    tool = {"name": "f", "parameters": enforceable(schema, "tools")}
+    tag = calls_constraint(FORMATS["hermes"], [tool], single=True)
+    grammar = compiled(StructuredOutputs(structural_tag=tag))
+    for name, is_fine in (("a", 1), ("é" * 4000, 1), ("", 0), ("a" * 4001, 0), ("\t", 0)):
+        call = f'{{"name": "f", "arguments": {{"{name}": null}}}}\n</tool_call>'
+        assert accepts(grammar, call) == bool(is_fine), name[:9]
 
 
 @pytest.mark.parametrize(

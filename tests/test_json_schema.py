@@ -10,7 +10,6 @@ import pytest
 from vexpert.engine.grammar import compile_text, new_compiler
 from vexpert.engine.json_form import compiled_form
 from vexpert.engine.json_schema import check_schema
-from vexpert.engine.regex_writer import PLAIN
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, enforceable
 from vexpert.server.tools.formats import FORMATS, calls_constraint
 
@@ -117,10 +116,10 @@ def random_schema(rng: random.Random, depth: int = 0) -> dict[str, Any]:
     return {"type": rng.choice(["boolean", "null", ["string", "integer"]])}
 
 
-def test_lengths_become_patterns_and_nothing_else_changes() -> None:
+def test_lengths_and_values_stay_as_they_are() -> None:
     schema = {"type": "object", "properties": {"maxLength": {"type": "string", "maxLength": 2}}}
     inner = compiled_form(schema, True)[0]["properties"]["maxLength"]
-    assert inner == {"type": "string", "pattern": f"^{PLAIN}{{0,2}}$"}
+    assert inner == {"type": "string", "maxLength": 2}
     values = {"enum": [{"type": "string", "maxLength": 2}], "title": "x"}
     assert compiled_form(values, True)[0] == {"enum": values["enum"]}
 
@@ -152,9 +151,8 @@ def test_texts_of_random_schemas_are_valid() -> None:
     for _ in range(150):
         schema = random_schema(rng)
         assert check_schema(schema, strict=True) is None, schema
-        compiled = compiler.compile_json_schema(
-            json.dumps(compiled_form(schema, True)[0]), max_whitespace_cnt=4
-        )
+        form = json.dumps(compiled_form(schema, True)[0])
+        compiled = compile_text(compiler, "json", form, True, False)
         text = walk(compiled, vocabulary, rng)
         if text:
             complete += 1

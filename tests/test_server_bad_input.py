@@ -192,6 +192,8 @@ def test_lone_surrogates_are_refused(server: RunningServer) -> None:
         ({"top_logprobs": 2}, "top_logprobs"),
         ({"max_tokens": 2, "max_completion_tokens": 3}, "max_tokens"),
         ({"chat_template_kwargs": {"tokenize": True}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"self": 1}}, "chat_template_kwargs"),
+        ({"chat_template_kwargs": {"conversations": 1}}, "chat_template_kwargs"),
         ({"min_tokens": 5, "max_tokens": 4}, "min_tokens"),
     ],
 )

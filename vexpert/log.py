@@ -49,6 +49,17 @@ def quiet_libraries() -> None:
         disable_progress_bar()
 
 
+def adopt_libraries() -> None:
+    """Send transformers' messages the way of vexpert's, if a command has set that up."""
+    handlers = get_logger("vexpert").handlers
+    if handlers:
+        from transformers.utils.logging import disable_default_handler
+
+        disable_default_handler()
+        for handler in handlers:
+            get_logger("transformers").addHandler(handler)
+
+
 def log_once(logger: logging.Logger, message: str) -> None:
     """Log `message` at INFO the first time this process meets it: for choices of a backend."""
     if message not in _announced:

@@ -59,7 +59,7 @@ class Word(str):
         import yaml
 
         is_bool = self.tag == "tag:yaml.org,2002:bool"
-        return yaml.SafeLoader.bool_values[self.lower()] if is_bool else None
+        return yaml.SafeLoader.bool_values.get(self.lower()) if is_bool else None
 
     @property
     def is_null(self) -> bool:
@@ -71,7 +71,7 @@ def _read(file: str) -> dict[Any, Any]:
 
     try:
         content = yaml.load(Path(file).read_text(encoding="utf-8"), _loader())
-    except (OSError, UnicodeDecodeError, yaml.YAMLError) as error:
+    except (OSError, UnicodeDecodeError, yaml.YAMLError, RecursionError) as error:
         raise ConfigError(f"config {file}: cannot be read: {error}") from error
     if not isinstance(content, dict):
         raise ConfigError(f"config {file}: must hold `option: value` lines")
@@ -86,6 +86,10 @@ def _loader() -> Any:
     import yaml
 
     class Loader(yaml.SafeLoader):  # type: ignore[misc]  # yaml has no types
+        def construct_document(self, node: Any) -> Any:
+            self.deep_construct = True  # a list that holds itself is then refused
+            return super().construct_document(node)
+
         def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
             seen = set[str]()
             for key, _ in node.value:
@@ -118,7 +122,10 @@ def _value(action: argparse.Action, value: Any) -> Any:
             raise ValueError("use true or false")
         return truth
     if action.nargs == "+":
-        return [_one(action, item) for item in _items(action, value)]
+        items = _items(action, value)
+        if not items:
+            raise ValueError("give one value at least, or leave it out")
+        return [_one(action, item) for item in items]
     if action.dest == "lora_weights" and isinstance(value, dict):
         return json.dumps({str(name): _number(weight) for name, weight in value.items()})
     return _one(action, value)

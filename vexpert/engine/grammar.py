@@ -14,6 +14,7 @@ import torch
 
 from vexpert.engine.grammar_cache import GrammarCache, key_of
 from vexpert.engine.grammar_probe import Probe, always, needs_probe
+from vexpert.engine.grammar_text import compile_schema, compile_tag
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, StructuredOutputs
 from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
 from vexpert.errors import UnsupportedError
@@ -174,11 +175,11 @@ def compile_text(compiler: Any, kind: str, text: str, strict: bool, is_compact: 
         case "choice" | "grammar":
             return compiler.compile_grammar(text)
         case "structural_tag":
-            return compiler.compile_structural_tag(text)
+            return compile_tag(compiler, text)
     compact = {"any_whitespace": False, "separators": (",", ":")}
     loose = {"any_whitespace": True, "max_whitespace_cnt": MAX_WHITESPACE}
     spacing = compact if is_compact else loose
-    return compiler.compile_json_schema(text, strict_mode=strict, **spacing)
+    return compile_schema(compiler, text, strict_mode=strict, **spacing)
 
 
 def cause(error: Exception) -> str:

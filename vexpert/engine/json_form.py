@@ -2,11 +2,12 @@
 
 from typing import Any
 
+from vexpert.engine.json_idle import plain
 from vexpert.engine.json_numbers import KEYWORDS, enforced
 from vexpert.engine.json_objects import is_open, other_names
 from vexpert.engine.json_parts import with_inner
 from vexpert.engine.regex_parser import MAX_MOST
-from vexpert.engine.regex_writer import PLAIN, rewritten_in_json
+from vexpert.engine.regex_writer import rewritten_in_json
 
 FORMAT_SIZE = 64  # states of one of the compiler's own
 CHARACTERS = 64  # of a value, or of names, that weigh as much as a state
@@ -22,7 +23,7 @@ class _Form:
     def rewrite(self, part: Any) -> Any:
         if not isinstance(part, dict):
             return part
-        copy = with_inner(part, self.rewrite)
+        copy = with_inner(plain(part), self.rewrite)
         self.size += 1
         if "const" in copy or "enum" in copy:
             self.size += len(str(copy.get("const", copy.get("enum")))) // CHARACTERS
@@ -32,13 +33,12 @@ class _Form:
         return self._numbers(copy)
 
     def _text(self, copy: dict[str, Any]) -> None:
-        """Lengths become a pattern: by the compiler's own rule a string may then be no JSON."""
-        least, most = copy.pop("minLength", 0), copy.pop("maxLength", MAX_MOST)
-        most = "" if most >= MAX_MOST else most
-        if least or most != "":
-            copy["pattern"] = f"^{PLAIN}{{{least},{most}}}$"
-            self.size += max(least, most or 0)
-        elif "pattern" in copy:
+        """Lengths stay: see engine/grammar_text.py."""
+        if copy.get("minLength") == 0:
+            del copy["minLength"]
+        if copy.get("maxLength", 0) >= MAX_MOST:
+            del copy["maxLength"]
+        if "pattern" in copy:
             copy["pattern"], size = rewritten_in_json(copy["pattern"])
             self.size += size
         self.size += FORMAT_SIZE * ("format" in copy)

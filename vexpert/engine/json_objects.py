@@ -15,8 +15,8 @@ def is_open(part: dict[str, Any], strict: bool) -> bool:
     return part.get("additionalProperties", not strict) is not False
 
 
-def fault_of_names(part: dict[str, Any], strict: bool) -> str | None:
-    """What about the names of properties could not be enforced, or None."""
+def fault_of_names(part: dict[str, Any], strict: bool, root: Any) -> str | None:
+    """What about the names of properties could not be enforced, or None; `root`: all schemas."""
     patterns, names = part.get("patternProperties"), part.get("propertyNames")
     if patterns is not None or names is not None:
         if part.get("properties"):
@@ -27,9 +27,18 @@ def fault_of_names(part: dict[str, Any], strict: bool) -> str | None:
             return "patternProperties: only one pattern, and no propertyNames beside it"
         if patterns is not None and part.get("additionalProperties", False) is not False:
             return "additionalProperties beside patternProperties cannot be enforced; use false"
-    if names is not None and not _is_of_strings(names):
+    if names is not None and not _is_of_strings(_referred(names, root)):
         return "propertyNames: use type 'string', or an enum or const of strings"
     return _fault_of_least(part, strict)
+
+
+def _referred(names: Any, root: Any) -> Any:
+    """What a $ref to one of the $defs stands for; other schemas as they are."""
+    if not isinstance(names, dict) or not isinstance(names.get("$ref"), str):
+        return names
+    shared = root.get("$defs")
+    name = names["$ref"].removeprefix("#/$defs/")
+    return shared.get(name) if isinstance(shared, dict) else None
 
 
 def _is_of_strings(names: Any) -> bool:

@@ -8,6 +8,7 @@ that no schema is half enforced.
 from collections.abc import Callable, Iterator
 from typing import Any
 
+from vexpert.engine.json_idle import plain
 from vexpert.engine.json_numbers import KEYWORDS, MAX_INTEGER, NumberFault, enforced
 from vexpert.engine.json_objects import fault_of_names
 from vexpert.engine.json_parts import ANNOTATIONS, inner_schemas
@@ -63,7 +64,8 @@ def check_schema(schema: Any, strict: bool) -> str | None:
             continue
         if not isinstance(part, dict):
             return f"{where} is not a schema: use an object or a boolean"
-        fault = _fault(part) or fault_of_names(part, strict)
+        part = plain(part)
+        fault = _fault(part) or fault_of_names(part, strict, schema)
         if fault is not None:
             return f"{where}: {fault}"
         refs += [(where, part["$ref"])] if "$ref" in part else []

@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from vexpert.config import EngineConfig
 from vexpert.errors import AdapterError
-from vexpert.log import get_logger, quiet_libraries
+from vexpert.log import adopt_libraries, get_logger, quiet_libraries
 from vexpert.server.interface import EngineProtocol, LoraModule, Tokenizer
 
 logger = get_logger(__name__)
@@ -24,6 +24,7 @@ def build_engine(
     from vexpert.engine.engine import Engine
 
     quiet_libraries()
+    adopt_libraries()
     engine: EngineProtocol = Engine(config)
     for module in modules:
         (_register if is_restart else _load)(engine, module)
@@ -49,6 +50,7 @@ def read_tokenizer(config: EngineConfig) -> Tokenizer:
     """The model's tokenizer, for the server's own process. Raises ModelError."""
     from vexpert.models.tokenizer import read_tokenizer
 
+    adopt_libraries()
     tokenizer: Tokenizer = read_tokenizer(config)
     return tokenizer
 

@@ -22,9 +22,9 @@ TEXT_ONLY = "this server takes and gives text only"
 # Arguments of apply_chat_template that are not variables of a template.
 RESERVED = {
     "add_generation_prompt", "chat_template", "continue_final_message", "conversation",
-    "documents", "max_length", "messages", "padding", "return_assistant_tokens_mask",
-    "return_dict", "return_tensors", "sanitize_control_tokens", "tokenize", "tokenizer_kwargs",
-    "tools", "truncation",
+    "conversations", "documents", "max_length", "messages", "padding",
+    "return_assistant_tokens_mask", "return_dict", "return_tensors", "sanitize_control_tokens",
+    "self", "tokenize", "tokenizer_kwargs", "tools", "truncation",
 }  # fmt: skip
 MAX_MESSAGES = 32768  # each takes some tokens of the context
 MAX_CALLS = 1024  # of one message
