@@ -2,11 +2,8 @@
 
 import json
 import os
-import ssl
 from pathlib import Path
 from typing import Any
-from urllib.error import HTTPError
-from urllib.request import Request, urlopen
 
 from vexpert.config import EngineConfig, shown
 from vexpert.demo import find_model
@@ -77,6 +74,10 @@ def _check_name(name: str) -> None:
 
 def _hub_refusal(endpoint: str, name: str) -> str | None:
     """Ask the hub once; why it does not have the model, or None where it may."""
+    import ssl
+    from urllib.error import HTTPError
+    from urllib.request import Request, urlopen
+
     from huggingface_hub import get_token
 
     request = Request(f"{endpoint}/api/models/{name}")
