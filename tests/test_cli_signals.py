@@ -103,6 +103,24 @@ def test_a_signal_after_a_while(words: list[str], number: int, delay: float) -> 
     assert process.returncode in (128 + number, -signal.SIGTERM, *ended), err
 
 
+HELD = """
+import multiprocessing.resource_tracker as tracker, os, signal
+from vexpert.server.engine_process import _signals_held
+signal.signal(signal.SIGTERM, lambda number, frame: print("signal", flush=True))
+with _signals_held():
+    os.kill(os.getpid(), signal.SIGTERM)
+    tracker.ensure_running()
+    print("started", flush=True)
+"""
+
+
+def test_no_signal_comes_amid_the_start_of_the_engine() -> None:
+    """Python starts a helper with the first process, and lets signals in again behind it."""
+    with start(HELD) as process:
+        out, err = process.communicate(timeout=60)
+    assert (out, err, process.returncode) == ("started\nsignal\n", "", 0)
+
+
 def test_handlers_are_given_back_and_others_kept() -> None:
     before = [signal.getsignal(number) for number in SIGNALS]
     try:
