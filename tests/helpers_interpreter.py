@@ -1,12 +1,9 @@
-"""Triton's interpreter without what takes half of its time and tells these tests nothing.
+"""Triton's interpreter without work that takes time and has no effect.
 
-- It swaps the functions of `triton.language` for its own before each launch, and again, to no
-  effect, at every call of one device function by another.
-- It computes every sum and product of 32-bit integers a second time in 64 bits, to tell overflows.
-  Shapes here are far too small for one; offsets beyond 2^31 are a test of the GPU's.
+It swaps the functions of `triton.language` for its own before each launch, and again, to no effect,
+at every call of one device function by another.
 """
 
-import dataclasses
 import functools
 from typing import Any
 
@@ -16,8 +13,6 @@ from triton.runtime import interpreter
 
 def make_quick() -> None:
     """For this process."""
-    builder = interpreter.interpreter_builder
-    builder.options = dataclasses.replace(builder.options, sanitize_overflow=False)
     prepare, restore = interpreter._patch_lang, interpreter._LangPatchScope.restore
     done: set[str] = set()  # modules that the launch that runs has prepared
 
