@@ -340,6 +340,23 @@ def test_what_pinned_adapters_shut_out_works_again_without_them(
     manager.check_integrity()
 
 
+@pytest.mark.parametrize("pinned", [True, False])
+def test_a_pinned_adapter_is_replaced_where_pinned_ones_have_all_slots(
+    tmp_path: Path, pinned: bool
+) -> None:
+    manager = make(max_loras=2)
+    for seed, name in enumerate("ab"):
+        manager.load(name, folder(tmp_path, name, seed), pinned=True)
+        wait_until(lambda: (manager.advance(), manager.list()[-1].state == "device")[1])
+    with pytest.raises(AdapterError, match="have all 2 slots"):
+        manager.load("c", folder(tmp_path, "c", 7))
+    manager.load("a", tmp_path / "c", load_inplace=True, pinned=pinned)
+    ref = manager.resolve("a")
+    manager.hold(ref)
+    assert_slot_is(manager, acquire(manager, ref), 7)
+    manager.check_integrity()
+
+
 def test_a_pinned_adapter_that_drains_is_waited_for(tmp_path: Path) -> None:
     manager = make(max_loras=1)
     manager.load("x", folder(tmp_path, "x", 5))

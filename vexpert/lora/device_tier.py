@@ -84,9 +84,12 @@ class DeviceTier:
             "raise lora_memory (--lora-memory)"
         )
 
-    def shut_out(self, nbytes: int) -> str | None:
-        """Why an adapter of `nbytes` has no room while the pinned ones are there; None: it has."""
-        room, names = self.policy.beside_pinned()
+    def shut_out(self, nbytes: int, name: str | None = None) -> str | None:
+        """Why an adapter of `nbytes` has no room while the pinned ones are there; None: it has.
+
+        It may take the place of the pinned one of `name`.
+        """
+        room, names = self.policy.beside_pinned(name)
         lacks, options = [], []
         if room.slots < 1:
             lacks.append(f"have all {self.pool.num_slots} slots")

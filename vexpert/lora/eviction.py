@@ -108,12 +108,14 @@ class DevicePolicy:
         unwanted = [slot for slot in free if not self.in_slot[slot].life.holds]
         return unwanted if spare_held else unwanted + held
 
-    def beside_pinned(self) -> tuple[Room, list[str]]:
+    def beside_pinned(self, name: str | None = None) -> tuple[Room, list[str]]:
         """The room that pinned adapters leave to all others, and their names, sorted.
 
-        One that was unloaded is not counted: it leaves with its last request.
+        One that was unloaded is not counted: it leaves with its last request; nor is that of
+        `name`, whose next version is asked for.
         """
         pinned = [v for v in self.in_slot.values() if v.is_pinned and not v.life.is_retired]
+        pinned = [version for version in pinned if version.ref.name != name]
         nbytes = self._nbytes - sum(version.life.device_bytes for version in pinned)
         names = sorted(version.ref.name for version in pinned)
         return Room(nbytes, self._num_slots - len(pinned)), names

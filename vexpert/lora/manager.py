@@ -367,8 +367,8 @@ class AdapterManager:
 
     def _check_size(self, version: Version, nbytes: int) -> None:
         """Raise AdapterError for one that never fits, or is new and does not beside pinned ones."""
-        is_new = version.ref not in self._versions
-        why = self._device.too_large(nbytes) or (is_new and self._device.shut_out(nbytes))
+        is_new, name = version.ref not in self._versions, version.ref.name
+        why = self._device.too_large(nbytes) or (is_new and self._device.shut_out(nbytes, name))
         if why:
             raise AdapterError(why)
 
