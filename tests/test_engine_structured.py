@@ -209,12 +209,12 @@ def test_a_grammar_whose_cost_explodes_ends_its_own_request(llm: LLM, beside: in
     outputs: dict[str, Any] = {}
     longest = 0.0
     while engine.has_unfinished():
-        step = time.monotonic()
+        step = time.process_time()
         outputs |= {output.request_id: output for output in engine.step()}
-        longest = max(longest, time.monotonic() - step)
+        longest = max(longest, time.process_time() - step)
     assert "grammar takes too long" in outputs["slow"].error
     assert [len(outputs[str(i)].outputs[0].token_ids) for i in range(beside)] == [60] * beside
-    assert longest < 60  # seconds; hours where nothing ends it
+    assert longest < 60  # seconds of the processor; hours where nothing ends it
 
 
 class Silent:
