@@ -94,8 +94,11 @@ def serving(program: list[str], *words: str) -> Iterator[Server]:
         yield server
     finally:
         process.kill()
-        process.communicate()
-        reading.join()
+        process.wait()
+        reading.join()  # it alone reads the log, to its end: that of the engines too
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 def is_gone(pid: int) -> bool:
