@@ -151,7 +151,7 @@ def test_a_killed_engine_fails_its_requests_at_once_and_is_started_again(
         assert "vexpert:engine_answers 0.0" in page
         assert "vexpert:engine_restarts_total 1.0" in page
         (tmp_path / "gate").touch()
-        wait_for(lambda: server.get("/ready").status_code == 200)
+        wait_for(lambda: server.get("/ready").status_code == 200, 240)  # it boots
         names = [entry["id"] for entry in server.get("/v1/models").json()["data"]]
         assert names == [BASE, "back", "reverse", "sort", "upper"]
         for name in ("upper", "reverse", "sort"):
