@@ -1,6 +1,6 @@
 """What shapes the HTTP server, beside the engine's own options.
 
-Fields with metadata are options of `vexpert serve`, made from it (vexpert/cli/serve_options.py).
+Fields with a group are options of `vexpert serve` (vexpert/cli/serve_options.py).
 """
 
 from dataclasses import dataclass, field
