@@ -80,8 +80,11 @@ def serving(program: list[str], *words: str) -> Iterator[Server]:
         yield server
     finally:
         process.kill()
-        process.communicate()
-        reading.join()
+        process.wait()
+        reading.join()  # to the end of the log, which nobody else reads
+        for pipe in (process.stdout, process.stderr):
+            if pipe is not None:
+                pipe.close()
 
 
 def is_gone(pid: int) -> bool:
