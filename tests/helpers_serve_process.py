@@ -18,7 +18,6 @@ from vexpert.demo import adapter_paths
 from vexpert.server.engine_process import EngineProcess
 from vexpert.server.interface import LoraModule
 
-
 HELD_AT = "VEXPERT_TEST_HELD_AT"  # tokens at which a request gains no more
 GATE = "VEXPERT_TEST_GATE"  # a file that the engine waits for where it starts anew
 PATIENT = "VEXPERT_TEST_PATIENT"  # a first signal grants more time than a test has

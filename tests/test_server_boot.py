@@ -113,6 +113,12 @@ def test_what_a_library_swallows_is_raised_again() -> None:
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
 
 
+def leave_as_it_ends(engine: Waited, telling: threading.Event) -> None:
+    with Boot() as boot, boot.watching(engine):
+        engine.ended.set()
+        assert telling.wait(60)
+
+
 def test_no_signal_comes_once_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the thread that sends it is held up, and the engine ends as it is ready."""
     engine, telling, stray = Waited(), threading.Event(), list[int]()
@@ -126,9 +132,8 @@ def test_no_signal_comes_once_nobody_watches(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(signal, "pthread_kill", late)
     before = signal.signal(signal.SIGTERM, lambda number, frame: stray.append(number))
     try:
-        with pytest.raises(EngineEnded), Boot() as boot, boot.watching(engine):
-            engine.ended.set()
-            assert telling.wait(60)
+        with pytest.raises(EngineEnded):
+            leave_as_it_ends(engine, telling)
         for thread in set(threading.enumerate()) - others:
             thread.join(60)
     finally:

@@ -67,7 +67,8 @@ def test_one_word_to_five_names(page: Browser) -> None:
     for line in page.run(
         "return [...document.querySelectorAll('article')].map((one) => one.textContent)"
     ):
-        assert re.search(r"\d tokens/s6 tokens, first after [\d,]+ ms$", line)  # letters and the end
+        # Letters and the end.
+        assert re.search(r"\d tokens/s6 tokens, first after [\d,]+ ms$", line)
 
 
 def test_an_adapter_is_loaded_asked_and_unloaded(page: Browser) -> None:
