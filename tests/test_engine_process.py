@@ -80,11 +80,8 @@ def serving(program: list[str], *words: str) -> Iterator[Server]:
         yield server
     finally:
         process.kill()
-        process.wait()
-        reading.join()  # to the end of the log, which nobody else reads
-        for pipe in (process.stdout, process.stderr):
-            if pipe is not None:
-                pipe.close()
+        process.communicate()
+        reading.join()
 
 
 def is_gone(pid: int) -> bool:
