@@ -12,7 +12,8 @@ from hypothesis import strategies as st
 from vexpert.engine.grammar_probe import needs_probe
 from vexpert.engine.structured_outputs import StructuredOutputs, enforceable
 from vexpert.errors import RequestError
-from vexpert.server.tools.formats import FORMATS, calls_constraint
+from vexpert.server.tools.formats import FORMATS
+from vexpert.server.tools.tags import calls_constraint
 
 pytest.importorskip("xgrammar")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")

@@ -11,7 +11,8 @@ from vexpert.engine.grammar import compile_text, new_compiler
 from vexpert.engine.json_form import compiled_form
 from vexpert.engine.json_schema import check_schema
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, enforceable
-from vexpert.server.tools.formats import FORMATS, calls_constraint
+from vexpert.server.tools.formats import FORMATS
+from vexpert.server.tools.tags import calls_constraint
 
 xgrammar = pytest.importorskip("xgrammar")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")

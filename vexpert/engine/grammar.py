@@ -16,7 +16,7 @@ from vexpert.engine.grammar_cache import GrammarCache, key_of
 from vexpert.engine.grammar_probe import Probe, always, needs_probe
 from vexpert.engine.grammar_text import compile_schema, compile_tag
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, StructuredOutputs
-from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
+from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable, with_special_tokens
 from vexpert.errors import UnsupportedError
 from vexpert.log import get_logger
 
@@ -123,7 +123,7 @@ class Grammars:
         if needs_probe(wanted):
             probe.check(wanted, is_wanted)
         try:
-            compiled = compile_text(compiler, *key_of(wanted))
+            compiled = compile_text(self._for(wanted) or compiler, *key_of(wanted))
         except (RuntimeError, ValueError, TypeError) as error:
             raise wanted.refusal(f"{wanted.kind}: {cause(error)}") from error
         self._cache.put(wanted, compiled)
@@ -141,6 +141,13 @@ class Grammars:
             raise wanted.refusal(f"{wanted.kind}: no token of this model can begin such an output")
         return Matcher(matcher)
 
+    def _for(self, wanted: StructuredOutputs) -> Any:
+        """The compiler for other tokens than the usual ones, or None."""
+        if not wanted.special_tokens:
+            return None
+        with self._making:
+            return self._compiler_with_special
+
     def _parts(self) -> tuple[Any, list[bytes], Probe]:
         with self._making:  # by several threads at once it would be made several times
             return self._compiler
@@ -156,6 +163,13 @@ class Grammars:
         compiler = new_compiler(pieces, list(self._eos_token_ids))
         logger.info("structured output: xgrammar %s", importlib.metadata.version("xgrammar"))
         return compiler, pieces, Probe(pieces, self._eos_token_ids)
+
+
+    @cached_property
+    def _compiler_with_special(self) -> Any:
+        _, pieces, _ = self._compiler
+        pieces = with_special_tokens(pieces, self._tokenizer, self._eos_token_ids)
+        return new_compiler(pieces, list(self._eos_token_ids))
 
 
 def new_compiler(pieces: list[bytes], eos_token_ids: list[int]) -> Any:

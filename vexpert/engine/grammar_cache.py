@@ -12,6 +12,11 @@ def key_of(wanted: StructuredOutputs) -> tuple[str, str, bool, bool]:
     return wanted.kind, wanted.text, wanted.strict, wanted.disable_any_whitespace
 
 
+def _whole_key(wanted: StructuredOutputs) -> tuple[Any, ...]:
+    """The same, and for which tokens."""
+    return *key_of(wanted), wanted.special_tokens
+
+
 class GrammarCache:
     """At most `limit` bytes of compiled grammars, or one. For any thread."""
 
@@ -23,7 +28,7 @@ class GrammarCache:
 
     def get(self, wanted: StructuredOutputs) -> Any:
         """The compiled grammar, or None."""
-        key = key_of(wanted)
+        key = _whole_key(wanted)
         with self._lock:
             if key in self._grammars:
                 self._grammars.move_to_end(key)
@@ -31,7 +36,7 @@ class GrammarCache:
 
     def put(self, wanted: StructuredOutputs, compiled: Any) -> None:
         """Keep a grammar; others may go."""
-        key = key_of(wanted)
+        key = _whole_key(wanted)
         with self._lock:
             if key not in self._grammars:
                 self._bytes += compiled.memory_size_bytes

@@ -37,6 +37,7 @@ class StructuredOutputs:
     whole output; `choice` is a list of strings; `grammar` is EBNF as xgrammar reads it, its start
     rule `root`; `structural_tag` is xgrammar's own form. `strict`: an object of a schema has no
     property that the schema does not name, unless its additionalProperties says so.
+    `special_tokens`: these may come as well, as the text that they stand for.
     """
 
     json: str | dict[str, Any] | None = None
@@ -47,6 +48,7 @@ class StructuredOutputs:
     structural_tag: str | dict[str, Any] | None = None
     strict: bool = True
     disable_any_whitespace: bool = False
+    special_tokens: bool = False
     param: str = field(default=PARAM, compare=False)  # the request's field, for messages
     kind: str = field(init=False, default="")  # the one that is set
     text: str = field(init=False, default="", repr=False)  # of it, as the compiler takes it
@@ -66,7 +68,7 @@ class StructuredOutputs:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         found = " and ".join(given) or "none"
         _require(len(given) == 1, f"set one of {', '.join(KINDS)}; set: {found}")
-        for name in ("strict", "disable_any_whitespace"):
+        for name in ("strict", "disable_any_whitespace", "special_tokens"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name}={shown(value)}: use True or False")
         object.__setattr__(self, "kind", given[0])

@@ -8,8 +8,9 @@ from vexpert.engine.structured_outputs import StructuredOutputs, enforceable
 from vexpert.errors import RequestError
 from vexpert.server.protocol.chat import ChatCompletionRequest
 from vexpert.server.protocol.tools import Tool
-from vexpert.server.tools.formats import ToolFormat, calls_constraint
+from vexpert.server.tools.formats import ToolFormat
 from vexpert.server.tools.parser import ToolParser
+from vexpert.server.tools.tags import calls_constraint, words_constraint
 
 NO_PARSER = (
     "tools: this server was started without a tool format; start it with --tool-call-parser, "
@@ -38,19 +39,37 @@ class ToolPlan:
         return ToolParser(self.format, is_open=self.is_forced, single=self.single)
 
     def constraint(self) -> StructuredOutputs | None:
-        """Of the text, where a call is forced. Raises RequestError for a malformed schema."""
-        if not self.is_forced:
+        """Of the text, where a call is forced or a tool is strict.
+
+        Raises RequestError for a schema that cannot be enforced.
+        """
+        if self.is_forced:
+            functions = [_enforced(tool) for tool in self.tools]
+            tag = calls_constraint(self.format, functions, self.single)
+            return StructuredOutputs(structural_tag=tag, param="tools")
+        if not any(tool.function.strict for tool in self.tools):
             return None
-        functions = []
-        for tool in self.tools:
-            parameters = tool.function.parameters or {"type": "object", "properties": {}}
-            schema = enforceable(parameters, "tools")
-            if not _may_be_object(parameters):
-                name = tool.function.name
-                raise RequestError(f"tools: parameters of {name!r}: use type 'object'", "tools")
-            functions.append({"name": tool.function.name, "parameters": schema})
-        tag = calls_constraint(self.format, functions, self.single)
-        return StructuredOutputs(structural_tag=tag, param="tools")
+        functions = [_enforced(tool) if tool.function.strict else _free(tool) for tool in self.tools]
+        tag = words_constraint(self.format, functions)
+        return StructuredOutputs(structural_tag=tag, special_tokens=True, param="tools")
+
+
+def _enforced(tool: Tool) -> dict[str, Any]:
+    """A function whose arguments keep to its schema."""
+    name = tool.function.name
+    parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    try:
+        schema = enforceable(parameters, "tools")
+    except RequestError as error:
+        raise RequestError(f"{error} (parameters of {name!r})", "tools") from error
+    if not _may_be_object(parameters):
+        raise RequestError(f"tools: parameters of {name!r}: use type 'object'", "tools")
+    return {"name": name, "parameters": schema}
+
+
+def _free(tool: Tool) -> dict[str, Any]:
+    """A function whose arguments are any object."""
+    return {"name": tool.function.name, "parameters": {"type": "object"}}
 
 
 def _may_be_object(schema: dict[str, Any]) -> bool:
