@@ -165,7 +165,7 @@ def grammars(compiler: Any) -> Iterator[tuple[str, Any, str]]:
     """(name, compiled grammar, text around a document) of all ways to an object."""
     for kind, text in (("json_object", '{"type":"object"}'), ("json", json.dumps(ANY_OBJECT))):
         yield kind, compile_text(compiler, kind, text, True, False), "%s"
-    tools = [{"name": "f", "parameters": enforceable(ANY_OBJECT, "tools")}]
+    tools = [{"name": "f", "parameters": enforceable(ANY_OBJECT, "tools")[0]}]
     for form in FORMATS.values():
         tag = calls_constraint(form, tools, single=False)
         compiled = compile_text(compiler, "structural_tag", tag, True, False)

@@ -166,6 +166,7 @@ def test_the_choice_decides_tools_and_constraint(
     if constraint is not None:
         assert ('"dispatch"' in constraint.text) != is_forced  # of words, in which calls may be
         assert constraint.special_tokens != is_forced
+        assert constraint.size < 16  # so small that it is tried in no other process first
         assert all(f'"name\\": \\"{name}\\"' in constraint.text for name in names)
 
 

@@ -11,7 +11,7 @@ from test_engine_vocabulary import byte_level
 
 from vexpert.engine.grammar import Grammars, compile_text, new_compiler, unpack
 from vexpert.engine.grammar_cache import key_of
-from vexpert.engine.structured_outputs import StructuredOutputs, enforceable
+from vexpert.engine.structured_outputs import StructuredOutputs, enforceable, own_tag
 from vexpert.server.tools.formats import FORMATS, PYTHON_TAG
 from vexpert.server.tools.parser import CallArguments, CallStart, ToolParser
 from vexpert.server.tools.tags import words_constraint
@@ -23,7 +23,7 @@ CITY = {
     "required": ["city"],
 }
 TOOLS = [
-    {"name": "look_up", "parameters": enforceable(CITY, "tools")},
+    {"name": "look_up", "parameters": enforceable(CITY, "tools")[0]},
     {"name": "note", "parameters": {"type": "object"}},
 ]
 GOOD = '{"name": "look_up", "%s": {"city": "Oslo"}}'
@@ -75,8 +75,7 @@ BAD_WORDS = {
 
 
 def wanted(form: str) -> StructuredOutputs:
-    tag = words_constraint(FORMATS[form], TOOLS)
-    return StructuredOutputs(structural_tag=tag, special_tokens=True)
+    return own_tag(words_constraint(FORMATS[form], TOOLS), 8, "tools", special_tokens=True)
 
 
 @lru_cache(maxsize=8)
@@ -175,6 +174,6 @@ def test_marks_that_are_special_tokens_may_come_among_words() -> None:
     free.accept(mark)
     following = tokenizer.convert_ids_to_tokens(sorted(allowed(free)))
     assert all(piece[0] in "Ġ[Ċ" for piece in following), following
-    plain = grammars.matcher(StructuredOutputs(structural_tag=tag))
+    plain = grammars.matcher(own_tag(tag, 8, "tools"))
     assert not {mark, other} & allowed(plain)
     assert end in allowed(plain)

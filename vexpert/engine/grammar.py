@@ -164,7 +164,6 @@ class Grammars:
         logger.info("structured output: xgrammar %s", importlib.metadata.version("xgrammar"))
         return compiler, pieces, Probe(pieces, self._eos_token_ids)
 
-
     @cached_property
     def _compiler_with_special(self) -> Any:
         _, pieces, _ = self._compiler

@@ -123,12 +123,23 @@ def _document_text(name: str, value: Any) -> str:
     return _checked(name, text)
 
 
-def enforceable(schema: dict[str, Any], param: str) -> Any:
-    """A JSON schema as it may stand in a structural tag. RequestError if it cannot be enforced."""
+def enforceable(schema: dict[str, Any], param: str) -> tuple[Any, int]:
+    """(a JSON schema as it may stand in a structural tag, its size in states).
+
+    RequestError if it cannot be enforced.
+    """
     try:
-        return json.loads(_schema_text(schema, True)[0])
+        text, size = _schema_text(schema, True)
     except _Fault as fault:
         raise RequestError(f"{param}: {fault}", param) from fault
+    return json.loads(text), size
+
+
+def own_tag(tag: str, size: int, param: str, special_tokens: bool = False) -> StructuredOutputs:
+    """A structural tag that holds nothing but what `enforceable` returned, of `size` together."""
+    made = StructuredOutputs(structural_tag=tag, param=param, special_tokens=special_tokens)
+    object.__setattr__(made, "size", size)
+    return made
 
 
 def _schema_text(value: Any, strict: bool) -> tuple[str, int]:

@@ -1,6 +1,7 @@
 """What the text of an answer with tool calls may be, as xgrammar's structural tags."""
 
 import json
+from collections.abc import Sequence
 from typing import Any
 
 from vexpert.engine.code_points import ANY_SPACE, Ranges, complement, union
@@ -8,16 +9,16 @@ from vexpert.engine.regex_writer import class_of, write_class
 from vexpert.engine.structured_outputs import MAX_WHITESPACE
 from vexpert.server.tools.formats import PYTHON_TAG, ToolFormat
 
-Tools = list[dict[str, Any]]  # functions: {"name": ..., "parameters": schema}
+Function = dict[str, Any]  # {"name": ..., "parameters": schema}
 Part = dict[str, Any]  # of a structural tag
 
 
-def calls_constraint(format: ToolFormat, tools: Tools, single: bool) -> str:
+def calls_constraint(format: ToolFormat, tools: Sequence[Function], single: bool) -> str:
     """A structural tag: one call of one of `tools`, or several; behind `format.opening`."""
     return _tag(_calls(format, tools, single), _text(format.closing))
 
 
-def _calls(format: ToolFormat, tools: Tools, single: bool) -> Part:
+def _calls(format: ToolFormat, tools: Sequence[Function], single: bool) -> Part:
     """White space between two parts of the arguments is bounded.
 
     A model that is made to call might write nothing else.
@@ -73,7 +74,7 @@ SPACES = f"{write_class(ANY_SPACE)}*"
 ANY = f"{write_class(complement(()))}*"
 
 
-def words_constraint(format: ToolFormat, tools: Tools) -> str:
+def words_constraint(format: ToolFormat, tools: Sequence[Function]) -> str:
     """A structural tag: words, in which each call that a `ToolParser` finds is one of `tools`.
 
     What opens a call in the words leads to one. `tools` as in `calls_constraint`.
@@ -88,7 +89,7 @@ def words_constraint(format: ToolFormat, tools: Tools) -> str:
     return _tag({"type": "dispatch", "rules": [[format.start, call]], "loop": True})
 
 
-def _bare_calls(format: ToolFormat, tools: Tools) -> Part:
+def _bare_calls(format: ToolFormat, tools: Sequence[Function]) -> Part:
     """Calls at the beginning, and words behind that open no other call."""
     lead = _sequence(_regex(SPACES), _optional(_sequence(_text(PYTHON_TAG), SPACE)))
     begins = _class_without(";<{")
