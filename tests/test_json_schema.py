@@ -7,7 +7,7 @@ from typing import Any
 
 import pytest
 
-from vexpert.engine.grammar import compile_text, new_compiler
+from vexpert.engine.grammar import Compilers, compile_text
 from vexpert.engine.json_form import compiled_form
 from vexpert.engine.json_schema import check_schema
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, enforceable
@@ -174,7 +174,7 @@ def grammars(compiler: Any) -> Iterator[tuple[str, Any, str]]:
 
 def test_white_space_is_bounded_between_all_parts() -> None:
     pieces = [bytes([byte]) for byte in range(256)] + [b""]
-    compiler = new_compiler(pieces, [256])
+    compiler = Compilers(pieces, [256]).get(False)
 
     def accepts(compiled: Any, text: str) -> bool:
         matcher = xgrammar.GrammarMatcher(compiled)

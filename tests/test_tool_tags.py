@@ -9,7 +9,7 @@ import pytest
 from helpers_walks import compiled
 from test_engine_vocabulary import byte_level
 
-from vexpert.engine.grammar import Grammars, compile_text, new_compiler, unpack
+from vexpert.engine.grammar import Compilers, Grammars, compile_text, unpack
 from vexpert.engine.grammar_cache import key_of
 from vexpert.engine.structured_outputs import StructuredOutputs, enforceable, own_tag
 from vexpert.server.tools.formats import FORMATS, PYTHON_TAG
@@ -132,7 +132,7 @@ def random_text(compiled: Any, rng: random.Random) -> str | None:
 
 @pytest.mark.parametrize("form", sorted(FORMATS))
 def test_a_parser_finds_no_other_calls_in_random_texts(form: str) -> None:
-    compiler = new_compiler(PIECES, [0])
+    compiler = Compilers(PIECES, [0]).get(False)
     compiled = compile_text(compiler, *key_of(wanted(form)))
     rng, count = random.Random(5), 0
     for _ in range(120):

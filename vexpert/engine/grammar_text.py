@@ -3,10 +3,11 @@
 import re
 from typing import Any
 
+from vexpert.engine.grammar_objects import factored
+
 # One character of a string with a length: the compiler lets tabs and other control characters in.
 COUNTED = re.compile(r'(?m)^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$')
 PLAIN = r"(([^\0-\x1f\"\\]))"
-LENGTHS = ('"minLength"', '"maxLength"')
 
 
 def compile_schema(compiler: Any, text: str, **options: Any) -> Any:
@@ -16,24 +17,16 @@ def compile_schema(compiler: Any, text: str, **options: Any) -> Any:
     """
     import xgrammar
 
-    if not _has_lengths(text):
-        return compiler.compile_json_schema(text, **options)
-    return compiler.compile_grammar(_exact(xgrammar.Grammar.from_json_schema(text, **options)))
+    return compiler.compile_grammar(_changed(xgrammar.Grammar.from_json_schema(text, **options)))
 
 
 def compile_tag(compiler: Any, text: str) -> Any:
-    """The compiled grammar of a structural tag, the lengths in its schemas kept as well."""
+    """The compiled grammar of a structural tag, the same changes made to its schemas."""
     import xgrammar
 
-    if not _has_lengths(text):
-        return compiler.compile_structural_tag(text)
-    return compiler.compile_grammar(_exact(xgrammar.Grammar.from_structural_tag(text)))
+    return compiler.compile_grammar(_changed(xgrammar.Grammar.from_structural_tag(text)))
 
 
-def _has_lengths(text: str) -> bool:
-    return any(keyword in text for keyword in LENGTHS)
-
-
-def _exact(grammar: Any) -> str:
+def _changed(grammar: Any) -> str:
     """As text; the characters that a length counts are those that a JSON string may hold."""
-    return COUNTED.sub(lambda found: found[1] + PLAIN, str(grammar))
+    return factored(COUNTED.sub(lambda found: found[1] + PLAIN, str(grammar)))
