@@ -7,7 +7,9 @@ from vexpert.engine.grammar_objects import factored
 
 # One character of a string with a length: the compiler lets tabs and other control characters in.
 COUNTED = re.compile(r'(?m)^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$')
-PLAIN = r"(([^\0-\x1f\"\\]))"
+# One of other strings: as all negations, it lets bytes in that would be halves of surrogates.
+FREE = r"[^\0-\x1f\"\\\r\n]"
+PLAIN = r"[^\0-\x1f\"\\\ud800-\udfff]"
 
 
 def compile_schema(compiler: Any, text: str, **options: Any) -> Any:
@@ -28,5 +30,6 @@ def compile_tag(compiler: Any, text: str) -> Any:
 
 
 def _changed(grammar: Any) -> str:
-    """As text; the characters that a length counts are those that a JSON string may hold."""
-    return factored(COUNTED.sub(lambda found: found[1] + PLAIN, str(grammar)))
+    """As text; the characters of strings are those that a JSON string may hold."""
+    text = COUNTED.sub(lambda found: f"{found[1]}(({PLAIN}))", str(grammar))
+    return factored(text.replace(FREE, PLAIN))
