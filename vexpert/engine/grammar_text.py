@@ -9,6 +9,7 @@ from vexpert.engine.grammar_objects import factored
 COUNTED = re.compile(r'(?m)^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$')
 # One of other strings: as all negations, it lets bytes in that would be halves of surrogates.
 FREE = r"[^\0-\x1f\"\\\r\n]"
+OF_TOKENS = re.compile(r'"(?:token|(?:exclude|trigger)_tokens)":\[?(?:\d+,)*"|"token_dispatch"')
 PLAIN = r"[^\0-\x1f\"\\\ud800-\udfff]"
 
 
@@ -23,9 +24,14 @@ def compile_schema(compiler: Any, text: str, **options: Any) -> Any:
 
 
 def compile_tag(compiler: Any, text: str) -> Any:
-    """The compiled grammar of a structural tag, the same changes made to its schemas."""
+    """The compiled grammar of a structural tag, the same changes made to its schemas.
+
+    But for tags that name tokens by their text: only the compiler itself knows these.
+    """
     import xgrammar
 
+    if OF_TOKENS.search(text):
+        return compiler.compile_structural_tag(text)
     return compiler.compile_grammar(_changed(xgrammar.Grammar.from_structural_tag(text)))
 
 
