@@ -189,7 +189,7 @@ def test_what_kills_or_stalls_the_compiler_is_refused(
 
 def test_a_process_that_died_idle_tells_nothing_about_the_next_constraint(llm: LLM) -> None:
     llm.generate("x", constrained(grammar='root ::= [ab] "d"'))
-    _, _, probe = llm.engine._grammars._compiler
+    _, _, probe = llm.engine._grammars._made
     assert probe._process is not None
     probe._process.kill()
     os.waitid(os.P_PID, probe._process.pid, os.WEXITED | os.WNOWAIT)
