@@ -106,6 +106,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
         time.sleep(0.001)
 
 
+def wait_for_later_times(tmp_path: Path) -> None:
+    """Until what is written has a later time than what was: file systems count in hundredths."""
+    clock = tmp_path / "clock"
+    clock.touch()
+    first = clock.stat().st_mtime_ns
+    wait_until(lambda: (clock.touch(), clock.stat().st_mtime_ns > first)[1])
+
+
 def finish(manager: AdapterManager, ref: AdapterRef) -> None:
     manager.release(ref)
     manager.drop(ref)

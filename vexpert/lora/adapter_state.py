@@ -91,7 +91,8 @@ class Life:
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
+        buffer = self.buffer  # read once: without the lock it may leave meanwhile
+        return 0 if buffer is None else buffer.numel() * buffer.element_size()
 
     @property
     def files(self) -> Fingerprint | None:
