@@ -86,7 +86,6 @@ class Life:
     device_bytes: int = 0  # of its block there
     holds: int = 0  # living requests
     is_retired: bool = False  # unloaded or replaced: gone once nobody uses it
-    drain_until: float | None = None  # time.monotonic() at which its requests are ended
     history: History = field(default_factory=History)
 
     @property
