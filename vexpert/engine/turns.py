@@ -24,8 +24,8 @@ class Turns:
     def run(self, call: Callable[[], T]) -> T:
         """`call()` once it is this thread's turn.
 
-        UnsupportedError for a thread that waits or runs already, as where a signal handler calls: it
-        would wait for itself. Ctrl-C ends the wait, or the call, and the turn with it.
+        UnsupportedError for a thread that waits or runs already, as where a signal handler calls:
+        it would wait for itself. Ctrl-C ends the wait, or the call, and the turn with it.
         """
         me = threading.get_ident()
         if me in self._queue:
