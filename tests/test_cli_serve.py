@@ -191,6 +191,28 @@ def test_bad_lora_modules_end_the_boot_before_the_model_loads(
     assert (shown.out, shown.err.count("\n")) == ("", 1)
 
 
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["--lora-dir", "/nope"], "lora_dir='/nope': no such folder; create it first"),
+        (["--lora-dir", __file__], f"lora_dir='{__file__}': no such folder; create it first"),
+        (["--lora-dir", "/tmp", "--no-enable-lora"], "lora_dir is given with enable_lora=False"),
+    ],
+)
+def test_a_lora_dir_is_checked_before_the_model_loads(
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+    words: list[str],
+    told: str,
+) -> None:
+    monkeypatch.setattr(serve, "engine_process", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(serve, "set_up_logging", lambda *_: None)
+    assert main(["serve", "--port", "0", *words]) == 2
+    shown = capsys.readouterr()
+    assert shown.err.startswith(f"error: {told}")
+    assert (shown.out, shown.err.count("\n")) == ("", 1)
+
+
 def test_every_tool_format_can_be_chosen() -> None:
     parser = argparse.ArgumentParser()
     serve.add_arguments(parser)

@@ -424,7 +424,7 @@ def test_a_disk_error_in_the_middle_is_refused(folder, monkeypatch):
 
 
 def test_several_threads_read_the_same(folder, monkeypatch):
-    monkeypatch.setattr("vexpert.lora.files.READ_BYTES", 1000)
+    monkeypatch.setattr("vexpert.lora.weights_file.READ_BYTES", 1000)
     monkeypatch.setattr("vexpert.lora.parallel.thread_count", lambda: 4)
     assert_same(read_adapter(folder, TARGETS), WANTED)
 

@@ -25,6 +25,7 @@ from vexpert.demo import TOOL_FORMAT, is_demo
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger, set_up_logging
 from vexpert.lora.adapter_name import check_name
+from vexpert.lora.watched_folder import check_lora_dir
 from vexpert.models.source import check_model
 from vexpert.server.interface import LoraModule
 
@@ -149,6 +150,7 @@ def _serve(args: argparse.Namespace, config: EngineConfig, bound: socket.socket,
     if modules and not config.enable_lora:
         raise ConfigError("lora_modules are given with no-enable-lora; leave one of them out")
     check_modules(modules, names or (config.model,))
+    check_lora_dir(config)
     check_model(config)
     config = dataclasses.replace(config, reserved_names=names)
     if args.tool_call_parser is None and is_demo(config.model):

@@ -15,7 +15,7 @@ from vexpert.engine.graphs import MOST_LORA_GRAPHS, DecodeGraphs, graph_sizes
 from vexpert.engine.memory import MIB, CacheBudget
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger
-from vexpert.lora.watcher import check_folder
+from vexpert.lora.watched_folder import check_lora_dir
 from vexpert.models.types import ModelInfo, ServedModel
 
 logger = get_logger(__name__)
@@ -40,10 +40,7 @@ def load_model_tokenizer(config: EngineConfig) -> Any:
 
 def check_lora_options(config: EngineConfig) -> dict[str, float]:
     """The shares by tenant. ConfigError for what would be refused once the model is loaded."""
-    if config.lora_dir is not None:
-        if not config.enable_lora:
-            raise ConfigError("lora_dir is given with enable_lora=False; leave one of them out")
-        check_folder(config.lora_dir)
+    check_lora_dir(config)
     return parse_weights(config.lora_weights)
 
 

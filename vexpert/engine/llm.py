@@ -10,6 +10,7 @@ from vexpert.engine.engine import Engine
 from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.template_errors import TEMPLATE_ERRORS
+from vexpert.engine.turns import Turns
 from vexpert.engine.validation import check_conversation, check_list, check_text
 from vexpert.errors import RequestError
 from vexpert.lora.types import AdapterInfo
@@ -20,19 +21,26 @@ Message = dict[str, Any]
 
 
 class LLM:
-    """A model with its adapters in this process; the options are those of `EngineConfig`."""
+    """A model with its adapters in this process; the options are those of `EngineConfig`.
+
+    Any thread may call. `generate` and `chat` take turns, one call at a time in order of arrival;
+    adapters are loaded, listed and unloaded meanwhile.
+    """
 
     def __init__(self, model: str = "", **options: Any) -> None:
-        self.engine = Engine(EngineConfig.from_options(model=model, **options))
-        self._ids = itertools.count()
+        self._set_up(Engine(EngineConfig.from_options(model=model, **options)))
 
     @classmethod
     def from_engine(cls, engine: Engine) -> "LLM":
         """An LLM on an engine that exists."""
         llm = cls.__new__(cls)
-        llm.engine = engine
-        llm._ids = itertools.count()
+        llm._set_up(engine)
         return llm
+
+    def _set_up(self, engine: Engine) -> None:
+        self.engine = engine
+        self._ids = itertools.count()
+        self._turns = Turns("LLM.generate or LLM.chat")  # the engine's steps are one thread's
 
     def generate(
         self,
@@ -46,13 +54,18 @@ class LLM:
         `sampling_params` and `adapter` are one for all, or one for each prompt; adapter None is
         the base model. Raises RequestError or AdapterNotFoundError before anything runs, and
         RequestError where the weights of an adapter, or the options, leave no token to choose;
-        AdapterGoneError where its adapter is unloaded meanwhile and has to end.
+        AdapterGoneError where its adapter is unloaded meanwhile and has to end; UnsupportedError
+        within a call on the same thread.
         """
         batch: list[Prompt] = (
             [prompts] if isinstance(prompts, str | dict) else check_list("prompts", prompts)
         )
-        parsed = [self._parse(prompt) for prompt in batch]
-        return self._run(parsed, sampling_params, adapter, use_tqdm)
+
+        def run() -> list[RequestOutput]:  # with the tokenizer, which is one thread's too
+            parsed = [self._parse(prompt) for prompt in batch]
+            return self._run(parsed, sampling_params, adapter, use_tqdm)
+
+        return self._turns.run(run)
 
     def chat(
         self,
@@ -65,8 +78,12 @@ class LLM:
         conversations: list[Any] = check_list("messages", messages)
         if conversations and isinstance(conversations[0], dict):
             conversations = [conversations]
-        parsed = [self._render(conversation) for conversation in conversations]
-        return self._run(parsed, sampling_params, adapter, use_tqdm)
+
+        def run() -> list[RequestOutput]:
+            parsed = [self._render(conversation) for conversation in conversations]
+            return self._run(parsed, sampling_params, adapter, use_tqdm)
+
+        return self._turns.run(run)
 
     def load_adapter(self, name: str, path: str | None = None, **options: Any) -> AdapterInfo:
         """Load an adapter under a name, from a folder or from memory.

@@ -32,6 +32,12 @@ class Need(NamedTuple):
     elements: int
 
 
+class Size(NamedTuple):
+    """From the reader: may a file take so many bytes of memory? The answer is True, or stop."""
+
+    nbytes: int
+
+
 class Packed(NamedTuple):
     """From the reader: the room holds the adapter."""
 

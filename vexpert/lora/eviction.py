@@ -184,6 +184,7 @@ class HostPolicy:
         self._copies: OrderedDict[Version, None] = OrderedDict()  # oldest use first
         self.used = 0  # bytes
         self._booked = 0  # of them, those that are about to be allocated
+        self.files = 0  # bytes beside `used`: files that are being read
 
     def __len__(self) -> int:
         return len(self._copies)
@@ -220,13 +221,23 @@ class HostPolicy:
         """Whether there is room now."""
         return self.used + nbytes <= self.budget
 
+    def may_read(self, nbytes: int) -> bool:
+        """Whether a file may be read to memory: there is room beside all else, or it is alone.
+
+        One at a time is always read, or nothing could be loaded while copies in use fill the host.
+        """
+        return not self.files or self.fits(self.files + nbytes)
+
     def lasting_bytes(self) -> int:
         """Bytes of what no file could give back."""
         return sum(v.life.host_bytes for v in self._copies if v.source.folder is None)
 
     def victims(self, nbytes: int) -> list[Version]:
-        """Copies to drop so that `nbytes` fit, or all that may go where even that is too little."""
-        chosen, used = [], self.used
+        """Copies to drop so that `nbytes` fit beside files that are being read.
+
+        All that may go where even that is too little.
+        """
+        chosen, used = [], self.used + self.files
         for version in self._copies:
             if used + nbytes <= self.budget:
                 break
@@ -247,6 +258,7 @@ class HostPolicy:
         held = sum(version.life.host_bytes for version in self._copies)
         assert self.used == self._booked + held, (self.used, self._booked, held)
         assert self.used <= self.budget, f"{self.used} of {self.budget} bytes"
+        assert self.files >= 0, f"{self.files} bytes of files"
         for version in self._copies:
             assert version.life.buffer is not None, f"{version.ref} is empty"
 

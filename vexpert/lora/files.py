@@ -1,22 +1,21 @@
 """The tensors of an adapter folder, as views of what its files held when they were read."""
 
-import functools
 import os
 import pickle
 import zipfile
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import torch
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
-from vexpert.lora.header import Entry, parse_header
+from vexpert.lora.header import Entry
 from vexpert.lora.json_files import MAX_INDEX_BYTES, check_pointer, check_regular, read_json
 from vexpert.lora.key_lists import counted, key_lines
 from vexpert.lora.opening import open_file
-from vexpert.lora.parallel import run_all
+from vexpert.lora.weights_file import POINTER_BYTES, book_bytes, read_weights
 
 SAFETENSORS = "adapter_model.safetensors"
 INDEX = "adapter_model.safetensors.index.json"
@@ -26,8 +25,6 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 Tensors = dict[str, torch.Tensor]
 
 NO_FOLDER = "no such folder; give an adapter's folder, with adapter_config.json and its weights"
-
-READ_BYTES = 8 << 20  # one read
 
 
 def read_tensors(folder: Path) -> Tensors:
@@ -92,9 +89,7 @@ def _read_safetensors(path: Path) -> Tensors:
         if not path.is_file():
             what = "not a file" if path.exists() else "missing"
             raise AdapterError(f"{path} is {what}: copy the whole adapter again")
-        content = _content(path)
-        check_pointer(path, content[:100].numpy().tobytes())
-        return _views(content, parse_header(content))
+        return _views(*read_weights(path))
     except AdapterError:
         raise
     except OSError as error:
@@ -132,38 +127,6 @@ def _strides(shape: tuple[int, ...]) -> list[int]:
     return strides
 
 
-def _content(path: Path) -> torch.Tensor:
-    """The bytes of a file in memory of its own, read by several threads.
-
-    Not a mapping: a file that is cut short while it is mapped, or a disk that fails, would kill the
-    process, with every other adapter in it.
-    """
-    with open_file(path) as file:
-        before = os.fstat(file.fileno())
-        nbytes = before.st_size
-        content = torch.empty(nbytes, dtype=torch.uint8)
-        view: Any = content.numpy()  # a buffer, and slices of it
-
-        def read(start: int) -> None:
-            end = min(start + READ_BYTES, nbytes)
-            while start < end:
-                count = os.preadv(file.fileno(), [view[start:end]], start)
-                if count == 0:
-                    raise OSError(f"it ended at byte {start} of {nbytes} while it was read")
-                start += count
-
-        run_all([functools.partial(read, start) for start in range(0, nbytes, READ_BYTES)])
-        if _state(os.fstat(file.fileno())) != _state(before):
-            raise AdapterError(
-                f"{path} changed while it was read; load it again once it is written"
-            )
-    return content
-
-
-def _state(stat: os.stat_result) -> tuple[int, int, int]:
-    return stat.st_size, stat.st_mtime_ns, stat.st_ctime_ns
-
-
 def _read_shards(folder: Path) -> Tensors:
     weight_map = read_json(folder / INDEX, MAX_INDEX_BYTES).get("weight_map")
     if not isinstance(weight_map, dict) or not weight_map:
@@ -199,9 +162,8 @@ def _read_pickle(path: Path) -> Tensors:
     try:
         check_regular(path)
         with open_file(path) as file:
-            check_pointer(path, file.read(100))
-            if not zipfile.is_zipfile(file):
-                raise zipfile.BadZipFile("not the archive that torch.save writes")
+            check_pointer(path, file.read(POINTER_BYTES))
+            book_bytes(_unpacked_bytes(path, file))
             file.seek(0)
             loaded = torch.load(file, map_location="cpu", weights_only=True)
     except AdapterError:
@@ -234,6 +196,24 @@ def _read_pickle(path: Path) -> Tensors:
     ):
         raise AdapterError(f"{path} is not a table of tensors; save it as {SAFETENSORS}")
     return {key: _plain(key, tensor) for key, tensor in loaded.items()}
+
+
+def _unpacked_bytes(path: Path, file: BinaryIO) -> int:
+    """What the parts of an archive take in memory; AdapterError if more than they are in the file.
+
+    torch.save compresses nothing: a part that grows when it is read was made to.
+    """
+    if not zipfile.is_zipfile(file):
+        raise zipfile.BadZipFile("not the archive that torch.save writes")
+    with zipfile.ZipFile(file) as archive:
+        nbytes = sum(part.file_size for part in archive.infolist())
+    size = os.fstat(file.fileno()).st_size
+    if nbytes > size:
+        raise AdapterError(
+            f"{path} is refused: it has {size} bytes and would take {nbytes} when read; save the "
+            f"adapter as {SAFETENSORS}"
+        )
+    return nbytes
 
 
 def _plain(key: str, tensor: torch.Tensor) -> torch.Tensor:

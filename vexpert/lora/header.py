@@ -13,6 +13,7 @@ import torch
 from vexpert.config import shown
 from vexpert.lora.json_files import parse_json
 
+HEAD_BYTES = 8  # in front of the header: its length
 MOST_BYTES = 100_000_000  # of a header, as the format has it
 KEPT_BYTES = 8 << 20  # of one that is kept: adapters of one training code differ in numbers alone
 DTYPES = {
@@ -45,32 +46,35 @@ class Entry(NamedTuple):
     end: int
 
 
-def parse_header(content: torch.Tensor) -> tuple[Entry, ...]:
-    """Tensors of a whole file's bytes, uint8 [N], in order of their places.
+def header_size(head: bytes, nbytes: int) -> int:
+    """Bytes of the header behind `head`, the first HEAD_BYTES of a file of `nbytes`. ValueError."""
+    if len(head) < HEAD_BYTES:
+        raise ValueError("too short for a header")
+    size = int.from_bytes(head, "little")
+    if size > MOST_BYTES:
+        raise ValueError("header too large")
+    if HEAD_BYTES + size > nbytes:
+        raise ValueError("the header ends behind the file")
+    return size
+
+
+def parse_header(header: bytes, nbytes: int) -> tuple[Entry, ...]:
+    """Tensors of a file of `nbytes` with this header, in order of their places.
 
     ValueError for anything but a header whose tensors cover the rest of the file, each byte once.
     """
-    if len(content) < 8:
-        raise ValueError("too short for a header")
-    size = int.from_bytes(content[:8].numpy().tobytes(), "little")
-    if size > MOST_BYTES:
-        raise ValueError("header too large")
-    if 8 + size > len(content):
-        raise ValueError("the header ends behind the file")
-    header = content[8 : 8 + size].numpy().tobytes()
-    return (_again if size <= KEPT_BYTES else _parse)(header, len(content))
+    return (_again if len(header) <= KEPT_BYTES else _parse)(header, nbytes)
 
 
 def _parse(header: bytes, nbytes: int) -> tuple[Entry, ...]:
-    """Tensors of a file of `nbytes` with this header."""
-    size = len(header)
+    base = HEAD_BYTES + len(header)
     raw = parse_json(header.decode("utf-8"))
     if not isinstance(raw, dict):
         raise ValueError("the header is no JSON object")
     raw.pop("__metadata__", None)
-    entries = [_entry(key, value, 8 + size) for key, value in raw.items()]
+    entries = [_entry(key, value, base) for key, value in raw.items()]
     entries.sort(key=lambda entry: (entry.start, entry.end))
-    position = 8 + size
+    position = base
     for entry in entries:
         if entry.start != position:
             raise ValueError(f"the bytes of {shown(entry.key)} do not begin where others end")

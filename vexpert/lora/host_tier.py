@@ -3,10 +3,11 @@
 Which copies leave when it is full is decided in `vexpert.lora.eviction`.
 """
 
+import contextlib
 import functools
 import pickle
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from threading import Condition, RLock
 
 import torch
@@ -22,6 +23,7 @@ from vexpert.lora.loading import THREADS, LoaderPool
 from vexpert.lora.pack import Allocate
 from vexpert.lora.readers import Readers
 from vexpert.lora.source import AdapterLoader, BaseWeightNeeded, Fingerprint, HostCopy, changed
+from vexpert.lora.weights_file import Book
 
 logger = get_logger(__name__)
 
@@ -115,10 +117,39 @@ class HostTier:
         files = version.life.files
         if self.readers is not None and version.source.folder is not None:
             try:
-                return self.readers.load(version.source, allocate, self._memory, files)
+                with self._reading(version) as book:
+                    return self.readers.load(version.source, allocate, self._memory, files, book)
             except BaseWeightNeeded as need:
                 logger.info("adapter %s needs %s: read beside the model", version.ref.name, need)
-        return self._loader.load(version.source, allocate, files)
+        with self._reading(version) as book:
+            return self._loader.load(version.source, allocate, files, book)
+
+    @contextlib.contextmanager
+    def _reading(self, version: Version) -> Iterator[Book]:
+        """What a load is to call before it reads a file; its bytes are counted to the block's end.
+
+        The first file waits for room. Others of the same load do not: two loads that have one file
+        each would wait for one another.
+        """
+        held = 0
+
+        def book(nbytes: int) -> None:
+            nonlocal held
+            with self.changed:
+                self._check_budget(held + nbytes, " while its files are read")
+                self._make_room(nbytes)
+                while not held and not self.policy.may_read(nbytes):
+                    self._wait_for_room(version)
+                    self._make_room(nbytes)
+                self.policy.files += nbytes
+            held += nbytes
+
+        try:
+            yield book
+        finally:
+            with self.changed:
+                self.policy.files -= held
+                self.changed.notify_all()
 
     def _allocate(self, version: Version, elements: int) -> torch.Tensor:
         dtype = self._loader.dtype
@@ -127,9 +158,7 @@ class HostTier:
             self._check_size(version, nbytes)
             self._check_budget(nbytes)
             while not self._make_room(nbytes):
-                if not may_wait_for_host(version):
-                    raise AdapterError("host memory is full of adapters in use; load it again")
-                self.changed.wait(RECHECK)
+                self._wait_for_room(version)
             self.policy.book(nbytes)
         buffer = None
         try:
@@ -143,13 +172,18 @@ class HostTier:
                     self.policy.enter(version)
         return buffer
 
-    def _check_budget(self, nbytes: int) -> None:
+    def _wait_for_room(self, version: Version) -> None:
+        if not may_wait_for_host(version):
+            raise AdapterError("host memory is full of adapters in use; load it again")
+        self.changed.wait(RECHECK)
+
+    def _check_budget(self, nbytes: int, when: str = "") -> None:
         """Raise AdapterError if `nbytes` never fit beside what no file could give back."""
         kept, budget = self.policy.lasting_bytes(), self.policy.budget
         if nbytes + kept > budget:
             rest = f", {kept} of them under adapters loaded from tensors" if kept else ""
             raise AdapterError(
-                f"it needs {nbytes} bytes of host memory; all adapters together have "
+                f"it needs {nbytes} bytes of host memory{when}; all adapters together have "
                 f"{budget}{rest}; raise lora_host_memory (--lora-host-memory)"
             )
 

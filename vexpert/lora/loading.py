@@ -103,4 +103,9 @@ class LoaderPool:
         finally:  # also where the thread is ended: SystemExit is no Exception
             with self._changed:
                 del self._busy[threading.get_ident()]
-            job.done(result, error)
+            try:
+                job.done(result, error)
+            finally:
+                # Its traceback holds this frame, and the frames that read: a cycle with all of
+                # their memory, until Python's collector comes by, minutes later.
+                del error

@@ -8,7 +8,7 @@ wait for none.
 import itertools
 import threading
 import time
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -100,6 +100,8 @@ class AdapterManager:
         self._endings = Endings(self._shut_out)
         self._next_version = itertools.count(1)
         self._watcher: Watcher | None = None
+        # Told of each version that is replaced (True) or unloaded, under the lock.
+        self.on_loss: Callable[[AdapterRef, bool], None] | None = None
 
     @property
     def num_slots(self) -> int:
@@ -184,7 +186,12 @@ class AdapterManager:
             version = self._find(name)
             if drain_seconds is not None and version.life.holds:
                 self._endings.end_after(version, drain_seconds)
-            self._retire(version)
+            self._retire(version, is_replaced=False)
+
+    def is_loading(self, name: str) -> bool:
+        """Whether somebody loads or registers `name` just now."""
+        with self._lock:
+            return name in self._reserved_now
 
     def list(self) -> list[AdapterInfo]:
         """Every adapter by name, then version; replaced and unloaded ones drain."""
@@ -381,7 +388,7 @@ class AdapterManager:
     def _commit(self, version: Version) -> None:
         name = version.ref.name
         if name in self._current:
-            self._retire(self._current[name])
+            self._retire(self._current[name], is_replaced=True)
         self._current[name] = self._versions[version.ref] = version
         self._use(version)
         if version.is_pinned:
@@ -403,9 +410,11 @@ class AdapterManager:
         version.life.history.last_use = time.time()
         self._host.policy.touch(version)
 
-    def _retire(self, version: Version) -> None:
+    def _retire(self, version: Version, is_replaced: bool) -> None:
         version.life.is_retired = True
         self._device.policy.unpin(version)
+        if self.on_loss is not None:
+            self.on_loss(version.ref, is_replaced)
         if self._current.get(version.ref.name) is version:
             del self._current[version.ref.name]
         self._free_if_retired(version)

@@ -37,9 +37,8 @@ def run_all(tasks: Sequence[Callable[[], None]], threads: int | None = None) -> 
             while not errors and (number := next(numbers)) < len(tasks):
                 tasks[number]()
         finally:
-            error = sys.exception()
-            if error is not None:
-                errors.append(error)
+            # Not under a name: the error's traceback would hold this frame, and the frame it.
+            errors.extend(filter(None, [sys.exception()]))
 
     # A thread has an inference mode of its own, and a tensor made in it is written to in it alone.
     mode = torch.is_inference_mode_enabled()
@@ -55,4 +54,7 @@ def run_all(tasks: Sequence[Callable[[], None]], threads: int | None = None) -> 
     for helper in helpers:
         helper.join()
     if errors:
-        raise errors[0]
+        try:
+            raise errors[0]
+        finally:
+            errors.clear()  # as above: the memory that a task failed in is free with its error

@@ -114,7 +114,7 @@ class _Server:
         from vexpert.lora.channel import Failed, Packed
 
         try:
-            host = self._loader.load(job.source, self._allocate, job.expected)
+            host = self._loader.load(job.source, self._allocate, job.expected, self._book)
         except (_Refused, EOFError, ConnectionError):
             raise
         except Exception as error:  # noqa: BLE001  (the other process hears of it, whatever it is)
@@ -122,6 +122,13 @@ class _Server:
         packed = host.packed
         parts = packed.entries, packed.cells, packed.rank, packed.extras
         return Packed(parts, host.files, host.warnings, host.template)
+
+    def _book(self, nbytes: int) -> None:
+        from vexpert.lora.channel import Size
+
+        self._channel.send(Size(nbytes))
+        if not self._channel.receive()[0]:
+            raise _Refused
 
     def _allocate(self, elements: int) -> "torch.Tensor":
         from vexpert.lora.channel import Need

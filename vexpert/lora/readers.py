@@ -19,14 +19,16 @@ import subprocess
 import sys
 import threading
 import weakref
+from collections.abc import Iterator
 
 import torch
 
 from vexpert.errors import AdapterError
-from vexpert.lora.channel import Channel, Failed, Job, Need, Packed
+from vexpert.lora.channel import Channel, Failed, Job, Need, Packed, Size
 from vexpert.lora.host_memory import HostMemory
 from vexpert.lora.pack import Allocate, PackedAdapter
 from vexpert.lora.source import AdapterLoader, Fingerprint, HostCopy, Source
+from vexpert.lora.weights_file import Book
 
 CODE = "import sys; sys.path[:] = {path!r}; from vexpert.lora.reader_process import main; main()"
 END_SECONDS = 10.0  # that a killed reader has to end; one in a dead file system may not
@@ -59,44 +61,69 @@ class Reader:
         return self._process.poll() is None
 
     def load(
-        self, source: Source, allocate: Allocate, memory: HostMemory, expected: Fingerprint | None
+        self,
+        source: Source,
+        allocate: Allocate,
+        memory: HostMemory,
+        expected: Fingerprint | None,
+        book: Book | None,
     ) -> HostCopy:
         """As `AdapterLoader.load`; `allocate` must take from `memory`, which is shared."""
         assert self.is_free
         self.is_free = False
         try:
-            return self._load(Job(source, expected, memory.lasting()), allocate, memory)
+            return self._load(Job(source, expected, memory.lasting()), allocate, memory, book)
         except (EOFError, ConnectionError):
             raise AdapterError(f"the process that read it {self._end()}; load it again") from None
 
-    def _load(self, job: Job, allocate: Allocate, memory: HostMemory) -> HostCopy:
+    def _load(
+        self, job: Job, allocate: Allocate, memory: HostMemory, book: Book | None
+    ) -> HostCopy:
         if self._loader is not None:
             self._channel.send_pickled(self._loader)
             self._loader = None
         self._channel.send(job)
         answer = self._channel.receive()[0]
         buffer = None
-        if isinstance(answer, Need):
-            buffer = self._place(answer.elements, allocate, memory)
+        while isinstance(answer, Size | Need):
+            if isinstance(answer, Size):
+                self._grant(answer.nbytes, book)
+            else:
+                buffer = self._place(answer.elements, allocate, memory)
             answer = self._channel.receive()[0]
         self.is_free = True
         if isinstance(answer, Failed):
-            raise answer.error
+            try:
+                raise answer.error
+            finally:
+                del answer, buffer  # the error's traceback holds this frame
         assert isinstance(answer, Packed)
         assert buffer is not None
         packed = PackedAdapter(buffer, *answer.packed)
         return HostCopy(packed, answer.files, answer.warnings, answer.template)
 
+    def _grant(self, nbytes: int, book: Book | None) -> None:
+        with self._refusing():
+            if book is not None:
+                book(nbytes)
+        self._channel.send(True)
+
     def _place(self, elements: int, allocate: Allocate, memory: HostMemory) -> torch.Tensor:
-        try:
+        with self._refusing():
             buffer = allocate(elements)
             descriptor, room = memory.locate(buffer)
+        self._channel.send(room, descriptor)
+        return buffer
+
+    @contextlib.contextmanager
+    def _refusing(self) -> Iterator[None]:
+        """An error in the block is the process's answer: it stops, and is free for another load."""
+        try:
+            yield
         except BaseException:
             self._channel.send(None)
             self.is_free = True
             raise
-        self._channel.send(room, descriptor)
-        return buffer
 
     def _end(self) -> str:
         """How the process ended, as a clause."""
@@ -154,6 +181,7 @@ class Readers:
         allocate: Allocate,
         memory: HostMemory,
         expected: Fingerprint | None = None,
+        book: Book | None = None,
     ) -> HostCopy:
         """As `AdapterLoader.load`, in another process.
 
@@ -161,7 +189,7 @@ class Readers:
         """
         reader = self._take()
         try:
-            return reader.load(source, allocate, memory, expected)
+            return reader.load(source, allocate, memory, expected, book)
         finally:
             self._give_back(reader)
 

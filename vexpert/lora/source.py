@@ -19,6 +19,7 @@ from vexpert.lora.memory_source import AdapterTensors, adapter_tensors
 from vexpert.lora.opening import limited
 from vexpert.lora.pack import Allocate, PackedAdapter, pack
 from vexpert.lora.types import AdapterWeights, TargetMap
+from vexpert.lora.weights_file import Book, booking
 
 FILE_TYPES = {".json", ".safetensors", ".bin", ".pt", ".jinja"}
 
@@ -156,13 +157,19 @@ class AdapterLoader:
         return replace(self, reader=reader, base_weight=no_base_weight)
 
     def load(
-        self, source: Source, allocate: Allocate, expected: Fingerprint | None = None
+        self,
+        source: Source,
+        allocate: Allocate,
+        expected: Fingerprint | None = None,
+        book: Book | None = None,
     ) -> HostCopy:
         """Read and pack `source`; AdapterError if its files differ from `expected`, when given.
 
-        `allocate` is called once, when the size is known.
+        `book` is called with the bytes of each weights file before they are read; `allocate` once,
+        when the packed size is known.
         """
-        with limited(source.folder or Path(), self.roots if source.folder else ()):
+        inside = limited(source.folder or Path(), self.roots if source.folder else ())
+        with inside, booking(book):
             return self._load(source, allocate, expected)
 
     def _load(self, source: Source, allocate: Allocate, expected: Fingerprint | None) -> HostCopy:

@@ -1,23 +1,32 @@
 """`lora_dir`: every folder of adapters in it is a name; new ones appear, removed ones drain.
 
 Polling, because that works on network file systems too. A folder counts once it looked the same in
-two scans: one that is still being copied is left alone. Names that were loaded otherwise are not
-touched.
+two scans: one that is still being copied is left alone.
+
+Who has a name that others load and unload too:
+
+| what happens to a name of the folder | what is served |
+|---|---|
+| others load it, before its folder came or in its place | theirs, whatever becomes of the folder |
+| theirs is unloaded | what the folder holds then, from the next scan on |
+| the folder's own is unloaded | nothing, until the folder changes |
 """
 
 import os
 import threading
 import time
 import weakref
+from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from vexpert.errors import AdapterError, AdapterNotFoundError, ConfigError
+from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_config import CONFIG_NAME
 from vexpert.lora.source import FILE_TYPES, Fingerprint, file_state
 from vexpert.lora.types import AdapterRef
+from vexpert.lora.watched_folder import check_folder, leads_back
 
 if TYPE_CHECKING:
     from vexpert.lora.manager import AdapterManager
@@ -33,13 +42,23 @@ class Watcher:
     def __init__(self, manager: "AdapterManager", folder: Path) -> None:
         self._manager = weakref.ref(manager)
         self.folder = folder
-        self._served: dict[str, tuple[Fingerprint, AdapterRef | None]] = {}  # None: refused
+        # None: refused, unloaded by others, or it stands behind what others loaded.
+        self._served: dict[str, tuple[Fingerprint, AdapterRef | None]] = {}
+        self._behind: set[str] = set()  # of them, those to be served once their name is free
         self._pending: dict[str, Fingerprint] = {}  # new or changed in the scan before
+        self._lost: deque[tuple[AdapterRef, bool]] = deque()  # since the last scan, by `lose`
         self._unreadable = False
+        self._loops: set[Path] = set()  # that the log has told of
+        manager.on_loss = self.lose
+
+    def lose(self, ref: AdapterRef, is_replaced: bool) -> None:
+        """`ref` is not what its name means any more: replaced, or unloaded. Any thread."""
+        self._lost.append((ref, is_replaced))
 
     def scan(self, is_first: bool = False) -> None:
         """Register what is new, replace what changed, unload what is gone."""
         manager = self._manager()
+        self._note_losses()
         found = self._look()
         if manager is None or found is None:
             return
@@ -54,6 +73,9 @@ class Watcher:
                 self._serve(manager, name, path, state)
             else:
                 self._pending[name] = state
+        for name in sorted(self._behind - self._pending.keys()):
+            if _newest(manager, name) is None:
+                self._serve(manager, name, self.folder / name, self._served[name][0])
 
     def start(self, interval: float) -> None:
         """Scan again and again on a thread of its own, as long as the manager lives."""
@@ -64,7 +86,9 @@ class Watcher:
     def _look(self) -> dict[str, tuple[Path, Fingerprint]] | None:
         """Adapter folders by name; None while the folder cannot be read: nothing changes then."""
         try:
-            found = {name: (path, files) for name, path, files in _adapters(self.folder)}
+            links = {link for link in _links(self.folder) if leads_back(self.folder, link)}
+            self._tell_loops(links)
+            found = {name: (path, files) for name, path, files in _adapters(self.folder, links)}
         except OSError as error:
             if not self._unreadable:
                 logger.warning("lora_dir %s cannot be read, and is kept: %s", self.folder, error)
@@ -74,33 +98,95 @@ class Watcher:
         return found
 
     def _serve(self, manager: "AdapterManager", name: str, path: Path, state: Fingerprint) -> None:
-        mine = self._served.get(name, ((), None))[1]
+        mine, newest = self._served.get(name, ((), None))[1], _newest(manager, name)
+        if manager.is_loading(name):
+            self._pending[name] = state  # the next scan sees what came of it
+        elif newest is not None and newest != mine:
+            self._stand_behind(name, state)
+        else:
+            self._register(manager, name, path, state, newest)
+
+    def _register(
+        self,
+        manager: "AdapterManager",
+        name: str,
+        path: Path,
+        state: Fingerprint,
+        newest: AdapterRef | None,
+    ) -> None:
+        """Serve `path` in place of `newest`, unless somebody else was faster."""
+        self._behind.discard(name)
         try:
-            info = manager.register(name, path, load_inplace=_is_current(manager, mine))
+            info = manager.register(name, path, load_inplace=newest is not None)
         except AdapterError as error:
+            if manager.is_loading(name) or _newest(manager, name) != newest:
+                self._pending[name] = state
+                return
             logger.warning("lora_dir: %s is not served: %s", path, error)
             self._served[name] = (state, None)
         else:
             self._served[name] = (state, AdapterRef(name, info.version))
 
+    def _stand_behind(self, name: str, state: Fingerprint) -> None:
+        if name not in self._behind:
+            logger.info(
+                "lora_dir: %s is what was loaded under this name otherwise; once that is unloaded, "
+                "its folder is served",
+                name,
+            )
+        self._behind.add(name)
+        self._served[name] = (state, None)
+
+    def _note_losses(self) -> None:
+        """Leave names alone that others unloaded, stand behind those that they replaced."""
+        while self._lost:
+            ref, is_replaced = self._lost.popleft()
+            state, mine = self._served.get(ref.name, ((), None))
+            if ref != mine:
+                continue  # not the folder's, or replaced by the folder itself
+            if is_replaced:
+                self._stand_behind(ref.name, state)
+            else:
+                logger.info(
+                    "lora_dir: %s was unloaded; it is served again once its folder changes",
+                    ref.name,
+                )
+                self._served[ref.name] = (state, None)
+
+    def _tell_loops(self, links: set[Path]) -> None:
+        for link in sorted(links - self._loops):
+            logger.warning("lora_dir: %s leads back to the folder it is in: left out", link)
+        self._loops = links
+
     def _gone(self, manager: "AdapterManager", name: str) -> None:
         _, mine = self._served.pop(name)
-        if _is_current(manager, mine):
+        self._behind.discard(name)
+        if mine is not None and _newest(manager, name) == mine:
             logger.info("lora_dir: %s was removed: its requests finish", name)
             manager.unload(name)
 
 
-def _is_current(manager: "AdapterManager", ref: AdapterRef | None) -> bool:
-    """Whether `ref` is what its name means now: not unloaded, nor loaded anew by somebody else."""
+def _newest(manager: "AdapterManager", name: str) -> AdapterRef | None:
+    """What `name` means now, whoever loaded it."""
     try:
-        return ref is not None and manager.resolve(ref.name) == ref
+        return manager.resolve(name)
     except AdapterNotFoundError:
-        return False
+        return None
 
 
-def _adapters(folder: Path) -> Iterator[tuple[str, Path, Fingerprint]]:
-    """(name, path, files) of the adapters in `folder`, and of those one level further down."""
+def _links(folder: Path) -> list[Path]:
+    with os.scandir(folder) as entries:
+        return [folder / e.name for e in entries if not e.name.startswith(".") and e.is_symlink()]
+
+
+def _adapters(folder: Path, without: set[Path]) -> Iterator[tuple[str, Path, Fingerprint]]:
+    """(name, path, files) of the adapters in `folder`, and of those one level further down.
+
+    But for the folders `without`.
+    """
     for entry in _folders(folder):
+        if entry in without:
+            continue
         files = _files(entry)
         if files:
             yield entry.name, entry, files
@@ -151,14 +237,6 @@ def _run(watcher: "weakref.ref[Watcher]", interval: float) -> None:
         alive.scan()
         seconds = time.perf_counter() - began
         del alive
-
-
-def check_folder(folder: str) -> Path:
-    """`folder` as a Path; ConfigError if there is none."""
-    path = Path(folder)
-    if not path.is_dir():
-        raise ConfigError(f"lora_dir={folder!r}: no such folder; create it first, it may be empty")
-    return path
 
 
 def watch(manager: "AdapterManager", folder: str, interval: float) -> Watcher:
