@@ -25,7 +25,7 @@ class Prompt:
 
     text: str | None
     token_ids: list[int]
-    starts: list[int] | None = (
+    starts: tuple[int, ...] | None = (
         None  # where each token begins in `text`, if that was asked and is known
     )
 
@@ -165,7 +165,7 @@ class PromptBuilder:
             return made
         return [replace(each, starts=self._starts(each, add_special_tokens)) for each in made]
 
-    def _starts(self, prompt: Prompt, add_special_tokens: bool) -> list[int] | None:
+    def _starts(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...] | None:
         """Where the tokens begin; None where only their own texts can tell."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if prompt.text is None or backend is None:
@@ -178,7 +178,7 @@ class PromptBuilder:
         for start, end in encoding.offsets:  # (0, 0): a token of no text
             starts.append(max(place, start))
             place = max(place, end)
-        return starts
+        return tuple(starts)
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         try:
