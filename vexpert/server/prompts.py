@@ -24,7 +24,7 @@ class Prompt:
     """A prompt as the engine takes it."""
 
     text: str | None
-    token_ids: list[int]
+    token_ids: Sequence[int]
     starts: tuple[int, ...] | None = (
         None  # where each token begins in `text`, if that was asked and is known
     )
@@ -195,7 +195,7 @@ class PromptBuilder:
         what = "the text" if param == "tokens" else "the prompt"
         return RequestError(f"{param}: {what} has {length}, and {limit}; shorten it", param)
 
-    def _check_ids(self, token_ids: list[int], param: str = "prompt") -> list[int]:
+    def _check_ids(self, token_ids: Sequence[int], param: str = "prompt") -> Sequence[int]:
         if len(token_ids) > self._max_model_len:
             raise self._too_long(f"{len(token_ids)} tokens", param)
         for token in token_ids:
@@ -204,7 +204,7 @@ class PromptBuilder:
                 raise RequestError(f"{param}: token {token}: {rule}", param)
         return token_ids
 
-    async def pieces(self, token_ids: list[int]) -> list[str]:
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token alone. Raises RequestError."""
         work = lambda: [self.decode([token]) for token in self._check_ids(token_ids)]  # noqa: E731
         return await self._on_thread(work)
@@ -214,7 +214,7 @@ class PromptBuilder:
         work = lambda: self.decode(self._check_ids(token_ids, "tokens"))  # noqa: E731
         return await self._on_thread(work)
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids))
 
 
