@@ -59,3 +59,13 @@ def test_the_edges_are_accepted() -> None:
     assert len(params.stop) == MAX_STOPS
     assert params.stop_token_ids == (3,)
     assert SamplingParams(stop="x").stop == ("x",)
+
+
+def test_a_caller_may_go_on_with_what_was_given() -> None:
+    """Requests that run keep the options that they were given."""
+    bias, stop, tokens = {3: 1.0}, ["a"], [5]
+    params = SamplingParams(logit_bias=bias, stop=stop, stop_token_ids=tokens)
+    bias[4] = 2.0
+    stop.append("b")
+    tokens.append(6)
+    assert (params.logit_bias, params.stop, params.stop_token_ids) == ({3: 1.0}, ("a",), (5,))

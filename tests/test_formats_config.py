@@ -88,13 +88,31 @@ def test_fields_that_change_nothing(tmp_path):
         lora_dropout=0.1,
         init_lora_weights="gaussian",
         layers_to_transform=[1],
-        fan_in_fan_out=True,
+        fan_in_fan_out=False,
+        task_type="CAUSAL_LM",
         target_modules="all-linear",
         use_newlora=False,
         newlora_config=None,
         trainer_note="x",
     )
     assert found.warnings == ("adapter_config.json: unknown fields ignored: trainer_note",)
+
+
+@pytest.mark.parametrize("kind", ["SEQ_CLS", "TOKEN_CLS", "FEATURE_EXTRACTION", ["x"]])
+def test_an_adapter_of_another_task_is_told(tmp_path, kind):
+    (warning,) = config(tmp_path, task_type=kind).warnings
+    assert "task_type" in warning
+    assert "another head" in warning
+
+
+def test_fan_in_fan_out_is_told(tmp_path):
+    """PEFT sets it to false where the module is an nn.Linear, with a warning."""
+    (warning,) = config(tmp_path, fan_in_fan_out=True).warnings
+    assert "fan_in_fan_out" in warning
+    assert "without effect" in warning
+    assert config(tmp_path, fan_in_fan_out=None, task_type=None).warnings == ()
+    with pytest.raises(AdapterError, match=r"fan_in_fan_out=.*true or false"):
+        config(tmp_path, fan_in_fan_out="yes")
 
 
 @pytest.mark.parametrize("init", [True, False, None, "gaussian", "eva", "orthogonal", "mica"])

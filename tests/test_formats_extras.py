@@ -4,7 +4,15 @@ from dataclasses import replace
 
 import pytest
 import torch
-from helpers_writers import experts_of, linear_keys, per_expert_keys, random_adapter, save, tiny_map
+from helpers_writers import (
+    experts_of,
+    fused_keys,
+    linear_keys,
+    per_expert_keys,
+    random_adapter,
+    save,
+    tiny_map,
+)
 
 from vexpert.errors import AdapterError
 from vexpert.lora.extras import EXTRAS
@@ -84,6 +92,17 @@ def test_dora_of_experts_needs_every_magnitude(tmp_path):
     pairs = per_expert_keys(WANTED, TARGETS)
     extra = {f"{P}model.layers.0.mlp.experts.0.gate_proj.lora_magnitude_vector": torch.ones(10)}
     refused(tmp_path, extra, "magnitude", keys=pairs, use_dora=True)
+
+
+@pytest.mark.parametrize("flag", ["use_dora", "lora_bias"])
+def test_what_peft_cannot_do_for_fused_experts(tmp_path, flag):
+    """Its wrapper of parameters refuses both, so no trainer has written such a file."""
+    refused(tmp_path, {}, f"mlp.experts: {flag}", keys=fused_keys(WANTED, TARGETS), **{flag: True})
+
+
+def test_promised_bias_of_single_experts_missing(tmp_path):
+    keys = per_expert_keys(WANTED, TARGETS)
+    refused(tmp_path, {}, "mlp.experts: lora_bias", keys=keys, lora_bias=True)
 
 
 def test_modules_to_save(tmp_path):

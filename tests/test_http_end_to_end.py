@@ -83,6 +83,24 @@ def test_offsets_of_an_echo_lie_in_the_text(url: str, prompt: str) -> None:
         assert answer.text[offset : offset + 1] in (token, "\N{GRINNING FACE}", "\u65e5", "")
 
 
+@pytest.mark.parametrize("prompt", ["ab", [97, 98]])
+def test_offsets_of_an_echo_are_each_completions_own(url: str, prompt: Any) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    asked: dict[str, Any] = {"model": "upper", "prompt": [prompt] * 2, "echo": True, "logprobs": 0}
+    asked |= {"max_tokens": 2, "temperature": 0, "extra_body": {"ignore_eos": True}}
+    alone = client.completions.create(**(asked | {"prompt": prompt})).choices[0].logprobs
+    together = client.completions.create(**asked, n=3).choices
+    assert alone is not None
+    assert len(alone.text_offset or []) == len(alone.tokens or [])
+    assert len(together) == 6
+    for choice in together:
+        assert choice.logprobs is not None
+        assert (choice.logprobs.tokens, choice.logprobs.text_offset) == (
+            alone.tokens,
+            alone.text_offset,
+        )
+
+
 def test_models_list_adapters_with_their_parent(url: str) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
     cards = {card.id: card.model_dump() for card in client.models.list()}

@@ -448,6 +448,26 @@ def test_tensors_from_memory_are_served_and_never_dropped(tmp_path: Path) -> Non
     manager.check_integrity()
 
 
+MEMORYLESS = {
+    "meta": lambda: torch.ones(2, 2, device="meta"),
+    "sparse": lambda: torch.eye(2).to_sparse(),
+    "csr": lambda: torch.eye(2).to_sparse_csr(),
+    "quantized": lambda: torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8),
+    "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+}
+
+
+@pytest.mark.parametrize("kind", MEMORYLESS)
+@pytest.mark.filterwarnings("ignore::UserWarning")  # PyTorch's, of layouts in beta
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_tensors_that_are_no_numbers_in_memory(kind: str, caplog: pytest.LogCaptureFixture) -> None:
+    tensors = {"a": torch.eye(2), "b": MEMORYLESS[kind]()}
+    wanted = "not on the meta device" if kind == "meta" else r"to_dense\(\)|dequantize\(\)"
+    with pytest.raises(AdapterError, match=rf"tensors\['b'\] is .*{wanted}"):
+        make().load("m", tensors=tensors, config={"seed": 5})
+    assert not caplog.records
+
+
 def test_prefetch_brings_what_will_be_asked_for_and_evicts_nothing_wanted(tmp_path: Path) -> None:
     manager = make(max_loras=2)
     refs = register(manager, tmp_path, "abc")

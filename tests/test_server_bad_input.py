@@ -56,6 +56,51 @@ def test_malformed_json(server: RunningServer, path: str, body: bytes) -> None:
     assert "body" in error_of(server.post(path, content=body, headers=headers))["message"]
 
 
+@pytest.mark.parametrize(
+    ("body", "told"),
+    [
+        (b'{"model": "\xff"}', "not valid utf-8: invalid start byte at byte 11"),
+        (b'{"model": "\xe6\x97"}', "not valid utf-8: invalid continuation byte at byte 11"),
+        (
+            b'{"x": "[[[\\"[", "y":' + b"[" * 100_000,
+            "nested too deeply: level 257 begins at character 275",
+        ),
+        (b'{"x":' * 60_000, "nested too deeply: level 257 begins at character 1280"),
+        (
+            b'{"x": "' + b"8" * 5000 + b'\\\\", "y": ' + b"9" * 5000 + b"}",
+            "an integer of 5000 digits at character 5017; send at most 4300",
+        ),
+    ],
+    ids=["byte", "cut character", "lists", "objects", "digits"],
+)
+def test_a_body_that_no_parser_takes_is_told_where(
+    server: RunningServer, body: bytes, told: str
+) -> None:
+    headers = {"Content-Type": "application/json"}
+    assert told in error_of(server.post(TEXT, content=body, headers=headers))["message"]
+
+
+def test_two_spellings_of_one_token(server: RunningServer) -> None:
+    body = {"model": BASE, "prompt": "a", "max_tokens": 1}
+    refused = server.post(TEXT, json=body | {"logit_bias": {"40": 1, "7": 0, "040": -1}})
+    error = error_of(refused)
+    assert error["param"] == "logit_bias"
+    assert "'40' and '040' are one token" in error["message"]
+    assert server.post(TEXT, json=body | {"logit_bias": {"040": 1}}).status_code == 200
+
+
+def test_of_two_fields_of_one_name_the_last_counts(fake_server: RunningServer) -> None:
+    """As with OpenAI, whose servers' and clients' parsers do so."""
+    body = b'{"model": "nobody", "model": "%s", "prompt": "a", "max_tokens": 1}' % BASE.encode()
+    headers = {"Content-Type": "application/json"}
+    assert fake_server.post(TEXT, content=body, headers=headers).status_code == 200
+
+
+def test_an_empty_prompt_of_several_is_named(server: RunningServer) -> None:
+    body = {"model": BASE, "prompt": [[5], [6], []]}
+    assert "prompt 2 is empty" in error_of(server.post(TEXT, json=body))["message"]
+
+
 def test_a_form_is_told_the_content_type(server: RunningServer) -> None:
     response = server.post(TEXT, data={"model": BASE, "prompt": "x"})
     assert "application/json" in error_of(response)["message"]

@@ -7,7 +7,7 @@ import pytest
 from helpers_server import BASE, RunningServer, make_fake_engine, serving
 
 from vexpert.errors import ConfigError
-from vexpert.server.keys import METRICS, read_keys, warn_of_unknown
+from vexpert.server.keys import METRICS, check_names, read_keys
 from vexpert.server.options import ServerOptions
 
 TEXT = "/v1/completions"
@@ -99,11 +99,30 @@ def test_a_key_is_one_word(key: str) -> None:
 
 def test_names_that_no_model_has_are_told(caplog: pytest.LogCaptureFixture) -> None:
     lists = [frozenset({"upper", "later"}), frozenset({METRICS, "typo"})]
-    warn_of_unknown(lists, (BASE, "upper"))
+    check_names(lists, (BASE,), ("upper",))
     told = [record.getMessage() for record in caplog.records]
     assert len(told) == 2
     assert "'later'" in told[0]
     assert "'typo'" in told[1]
+
+
+@pytest.mark.parametrize(
+    ("name", "told"),
+    [
+        (f"{BASE}:upper", "such as 'upper'"),
+        (f"{BASE}:later", "such as 'later'"),
+        ("/metric", "must not begin with '/'"),
+        ("x" * 300, "use at most 256 characters"),
+    ],
+)
+def test_a_name_that_no_model_can_have_is_refused(tmp_path: Path, name: str, told: str) -> None:
+    """Its keys would wait for ever, and open nothing."""
+    file = tmp_path / "keys.txt"
+    file.write_text(f"sk {name} upper\n")
+    options = ServerOptions((BASE,), api_key_file=str(file), status_interval=None)
+    message = f"api_key_file: no model can have this name: .*{told}"
+    with pytest.raises(ConfigError, match=message), serving(make_fake_engine(), options):
+        raise AssertionError("it serves")
 
 
 def test_a_restricted_key_changes_no_adapters(server: RunningServer) -> None:

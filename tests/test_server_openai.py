@@ -1,6 +1,7 @@
 """The contract with OpenAI's own client: the demo's five names, whole and streamed."""
 
 import asyncio
+import json
 from typing import Any
 
 import openai
@@ -161,6 +162,19 @@ def test_echo_of_the_prompt_alone(server: RunningServer) -> None:
     assert choice.text == "abcd"
     assert choice.logprobs is not None
     assert len(choice.logprobs.tokens or []) == answer.usage.prompt_tokens
+
+
+@pytest.mark.parametrize("stop", [None, ["a"]])  # the token that nobody asked for is an "a"
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_echo_alone_ends_by_its_length(
+    server: RunningServer, stop: list[str] | None, stream: bool
+) -> None:
+    body = {"model": BASE, "prompt": "abcd", "max_tokens": 0, "echo": True, "temperature": 0}
+    text = server.post("/v1/completions", json=body | {"stop": stop, "stream": stream}).text
+    parts = [line.removeprefix("data: ") for line in text.splitlines() if line]
+    choices = [choice for part in parts if part[0] == "{" for choice in json.loads(part)["choices"]]
+    reasons = [choice["finish_reason"] for choice in choices if choice["finish_reason"]]
+    assert (reasons, choices[-1]["stop_reason"]) == (["length"], None)
 
 
 def test_models_name_parent_and_root(server: RunningServer) -> None:

@@ -39,7 +39,10 @@ class RequestError(VexpertError):
 
 
 class AdapterGoneError(AdapterError):
-    """A request ends early: its adapter was unloaded, cannot be read, or has no room for now."""
+    """A request cannot run, or not to its end, by no fault of its own.
+
+    Its adapter was unloaded, its files are gone or broken, or there is no room for it now.
+    """
 
 
 class AdapterReplacedError(AdapterError):

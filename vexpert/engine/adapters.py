@@ -61,8 +61,8 @@ class AdapterSource(Protocol):
     def hold_newest(self, name: str, version: int | None = None) -> AdapterRef:
         """A living request uses the newest version of `name`: keep its weights, begin to read them.
 
-        Raises AdapterNotFoundError if there is none, AdapterReplacedError if it is another than
-        `version`, where that is given.
+        Raises AdapterNotFoundError if there is none, AdapterGoneError if it is errored,
+        AdapterReplacedError if it is another than `version`, where that is given.
         """
 
     def drop(self, ref: AdapterRef) -> None:

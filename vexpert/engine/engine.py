@@ -116,8 +116,8 @@ class Engine:
 
         `version`: of the adapter that the prompt was made for; None: of any. Raises RequestError
         for a bad prompt, option or a known id, AdapterNotFoundError for an unknown adapter,
-        AdapterReplacedError for a `version` that is not the newest. The output ends at
-        max_model_len, whatever max_tokens allows.
+        AdapterGoneError for one that cannot be read, AdapterReplacedError for a `version` that is
+        not the newest. The output ends at max_model_len, whatever max_tokens allows.
         """
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another")

@@ -54,8 +54,8 @@ class LLM:
         `sampling_params` and `adapter` are one for all, or one for each prompt; adapter None is
         the base model. Raises RequestError or AdapterNotFoundError before anything runs, and
         RequestError where the weights of an adapter, or the options, leave no token to choose;
-        AdapterGoneError where its adapter is unloaded meanwhile and has to end; UnsupportedError
-        within a call on the same thread.
+        AdapterGoneError where its adapter cannot be read, or is unloaded meanwhile and has to end;
+        UnsupportedError within a call on the same thread.
         """
         batch: list[Prompt] = (
             [prompts] if isinstance(prompts, str | dict) else check_list("prompts", prompts)

@@ -135,6 +135,7 @@ class SamplingParams:
             _require(_is_int(token), "logit_bias", {token: bias}, "keys are token ids, integers")
             in_range = _is_number(bias) and -100.0 <= bias <= 100.0
             _require(in_range, "logit_bias", {token: bias}, "use a number from -100 to 100")
+        object.__setattr__(self, "logit_bias", dict(biases))
 
     def _check_structured_outputs(self) -> None:
         wanted = self.structured_outputs

@@ -48,7 +48,8 @@ class ProductArguments:
     """What both kernels take."""
 
     programs: int  # those that shrink, then those of tiles
-    # topk_ids ... num_tiles, run_first ... part (moe_runs.py, moe_delta.py), num_pairs ... size
+    # topk_ids [T, K] ... num_tiles [1] (moe_order.py), run_first ... part (moe_runs.py,
+    # moe_delta.py), num_pairs ... size; dtypes as in those tables
     middle: tuple[torch.Tensor | int, ...]
     width: int  # of a shrunk row
     options: dict[str, Any]  # constants, and Triton's own

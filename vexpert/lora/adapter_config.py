@@ -129,13 +129,7 @@ def read_config(folder: Path) -> AdapterConfig:
 def parse_config(raw: dict[str, Any], nemo_version: str | None = None) -> AdapterConfig:
     """Validate the fields of an adapter_config.json; AdapterError says which one and why."""
     check_variant(raw)
-    warnings: list[str] = []
-    if "lora_alpha" not in raw:
-        warnings.append(
-            f"lora_alpha is not in {CONFIG_NAME}: PEFT's default {DEFAULT_ALPHA:g} used"
-        )
-    elif raw["lora_alpha"] == 0 and not raw.get("alpha_pattern"):
-        warnings.append(f"lora_alpha is 0 in {CONFIG_NAME}: the adapter changes nothing")
+    warnings = _notes(raw)
     _warn_unknown(raw, warnings)
     config = AdapterConfig(
         r=_rank(raw.get("r"), "r") if raw.get("r") is not None else None,
@@ -182,6 +176,26 @@ def _layout(value: Any) -> str | None:
     if value is not None and not isinstance(value, str):
         raise _bad("lora_B_layout", value, f"one of {', '.join(LAYOUTS)}")
     return check_layout(value, f"{CONFIG_NAME}: lora_B_layout")
+
+
+def _notes(raw: dict[str, Any]) -> list[str]:
+    """Warnings of what fields say that is likely not meant, or means nothing here."""
+    found = []
+    if "lora_alpha" not in raw:
+        found.append(f"lora_alpha is not in {CONFIG_NAME}: PEFT's default {DEFAULT_ALPHA:g} used")
+    elif raw["lora_alpha"] == 0 and not raw.get("alpha_pattern"):
+        found.append(f"lora_alpha is 0 in {CONFIG_NAME}: the adapter changes nothing")
+    if _flag(raw, "fan_in_fan_out"):
+        found.append(
+            f"{CONFIG_NAME}: fan_in_fan_out=true is for Conv1D weights, and this model has Linear "
+            "ones: without effect, as in PEFT"
+        )
+    if raw.get("task_type") not in (None, "CAUSAL_LM"):
+        found.append(
+            f"{CONFIG_NAME}: task_type={shown(raw['task_type'])}: trained for another head than a "
+            "language model's, whose text may then mean nothing"
+        )
+    return found
 
 
 def _warn_unknown(raw: dict[str, Any], warnings: list[str]) -> None:

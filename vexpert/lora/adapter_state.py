@@ -5,8 +5,16 @@ from dataclasses import dataclass, field
 
 import torch
 
+from vexpert.errors import AdapterGoneError
 from vexpert.lora.chat_template import ChatTemplate, shared
 from vexpert.lora.source import Fingerprint, HostCopy
+
+
+def with_remedy(error: str) -> str:
+    """Why a version cannot serve, and what to do; `error` may say that itself."""
+    if "load it again" in error:
+        return error
+    return f"{error}; once that is mended, load it again with load_inplace"
 
 
 class State(enum.Enum):
@@ -144,6 +152,11 @@ class Life:
         """Its requests end with `reason`. Host memory, if any, is its own until `leave_host`."""
         self.error = reason
         self._apply(Event.FAILS)
+
+    def gone(self) -> AdapterGoneError:
+        """What its requests are told once it is ERRORED: the first as the last."""
+        assert self.error is not None, f"{self.state}: no error"
+        return AdapterGoneError(with_remedy(self.error))
 
     def _apply(self, event: Event) -> None:
         after = AFTER[event].get(self.state)

@@ -16,10 +16,10 @@ from typing import Any
 import torch
 
 from vexpert.config import EngineConfig, allocating, shown
-from vexpert.errors import AdapterError, AdapterNotFoundError
+from vexpert.errors import AdapterError, AdapterGoneError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_name import check_name
-from vexpert.lora.adapter_state import State
+from vexpert.lora.adapter_state import State, with_remedy
 from vexpert.lora.adapter_version import Version, check_newest, some_names
 from vexpert.lora.budget import arena_bytes, host_bytes, reader_count, slab_bytes, slot_count
 from vexpert.lora.chat_template import ChatTemplate
@@ -209,17 +209,15 @@ class AdapterManager:
         """What the newest version of `name` was loaded with; None: it is to be read, with may_read.
 
         Its weights are then held to the same state of the files. Raises AdapterNotFoundError,
-        AdapterError.
+        AdapterGoneError.
         """
         with self._lock:
             version = self._find(name)
             life = version.life
             if life.error is not None:
-                raise AdapterError(life.error)
+                raise life.gone()
         if life.contents is None and may_read:
-            template, files = self._host.read_template(version)
-            with self._lock:
-                life.read_template(template, files)
+            self._read_template(version)
         if life.contents is None:
             return None
         return replace(life.contents.template, version=version.ref.version)
@@ -265,15 +263,15 @@ class AdapterManager:
     def hold(self, ref: AdapterRef) -> None:
         """A living request uses `ref`; begins to read it if it is not on the host.
 
-        Raises AdapterNotFoundError if the version is gone, AdapterError if it is errored; nothing
-        is held then.
+        Raises AdapterNotFoundError if the version is gone, AdapterGoneError if it is errored;
+        nothing is held then.
         """
         with self._lock:
             version = self._versions.get(ref)
             if version is None:
                 raise AdapterNotFoundError(f"adapter {ref.name!r} was unloaded; load it again")
             if version.life.error is not None:
-                raise AdapterError(version.life.error)
+                raise version.life.gone()
             version.life.holds += 1
             self._use(version)
             if version.life.slot is None:
@@ -358,6 +356,18 @@ class AdapterManager:
                 assert self._versions.get(version.ref) is version, f"{version.ref} leaked a slot"
             assert all(self._versions[v.ref] is v for v in self._current.values())
 
+    def _read_template(self, version: Version) -> None:
+        """Raises AdapterGoneError; the read of its weights then finds the same, for good."""
+        try:
+            template, files = self._host.read_template(version)
+        except AdapterError as error:
+            with self._lock:
+                if self._versions.get(version.ref) is version:
+                    self._host.ensure(version)
+            raise AdapterGoneError(with_remedy(f"adapter {version.ref.name!r}: {error}")) from error
+        with self._lock:
+            version.life.read_template(template, files)
+
     # ---- under the lock
 
     def _reserve(self, name: str, source: Source, load_inplace: bool, pinned: bool) -> Version:
@@ -433,7 +443,7 @@ class AdapterManager:
             self._host.drop(version)
             self._device.policy.unpin(version)
             if life.holds and version.ref in self._versions:
-                self._endings.end(version, life.error)
+                self._endings.end(version, str(life.gone()))
         if version.is_pinned and life.state is State.HOST and version.ref in self._versions:
             self._device.bring(version)
         self._free_if_retired(version)

@@ -38,6 +38,8 @@ def adapter_tensors(tensors: Any, config: Any) -> AdapterTensors:
         isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
     ):
         raise AdapterError(f"tensors={shown(tensors)}: give a dict of name: torch.Tensor")
+    for key, tensor in tensors.items():
+        _check_dense(key, tensor)
     fields = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(fields, Mapping):
         raise AdapterError(
@@ -46,6 +48,20 @@ def adapter_tensors(tensors: Any, config: Any) -> AdapterTensors:
     if hasattr(config, "to_dict"):
         fields = {ORDER: "trainer", **fields}  # an object, unlike a file, has kept its order
     return AdapterTensors(_plain(fields), dict(tensors))
+
+
+def _check_dense(key: str, tensor: torch.Tensor) -> None:
+    """AdapterError for a tensor that does not lie in memory as plain numbers."""
+    if tensor.device.type == "meta":
+        kind, remedy = "on the meta device", "give one with values, not on the meta device"
+    elif tensor.is_quantized:
+        kind, remedy = f"quantized ({tensor.dtype})", "give its dequantize()"
+    elif tensor.is_nested or tensor.layout is not torch.strided:
+        layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
+        kind, remedy = f"a tensor of layout {layout}", "give its to_dense(), or padded rows"
+    else:
+        return
+    raise AdapterError(f"tensors[{shown(key)}] is {kind}, with no plain numbers: {remedy}")
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

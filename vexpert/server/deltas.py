@@ -79,7 +79,7 @@ def read_update(fields: list[Any], finished: bool, tracker: Tracker) -> Update:
     """The update of an entry; `tracker` keeps the prompt's log-probabilities for the next ones."""
     deltas, cached, prompt = fields
     if prompt is not None:
-        tracker.prompt_logprobs = [read_row(row) for row in prompt]
+        tracker.prompt_logprobs = tuple(read_row(row) for row in prompt)
     tracker.num_cached_tokens = cached
     read = [_read_delta(*delta) for delta in deltas]
     tracker.reasons += [delta.finish_reason for delta in read if delta.finish_reason is not None]

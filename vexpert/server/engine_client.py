@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -165,7 +165,7 @@ class AsyncEngine:
         self,
         request_id: str,
         prompt: str | None,
-        prompt_token_ids: list[int],
+        prompt_token_ids: Sequence[int],
         params: "SamplingParams",
         *,
         adapter: str | None,

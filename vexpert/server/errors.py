@@ -23,6 +23,7 @@ from vexpert.server.progress import (
     ShuttingDownError,
     SlowReaderError,
 )
+from vexpert.server.unreadable import explain_unreadable
 from vexpert.server.unserved import no_such_method, no_such_route
 from vexpert.server.validation import explain
 
@@ -135,6 +136,9 @@ async def _refuse_http(request: Request, error: Exception) -> JSONResponse:
         allowed = (error.headers or {}).get("Allow", "")
         detail = no_such_method(method, path, allowed)
         return error_response(HTTPException(405, detail, error.headers))
+    if error.status_code == 400 and error.__cause__ is not None:  # of the parser: all was read
+        told = explain_unreadable(error.__cause__, await request.body())
+        return error_response(error if told is None else ApiError(told, 400))
     return error_response(error)
 
 

@@ -10,7 +10,7 @@ from vexpert.log import get_logger
 from vexpert.server.deltas import merge
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.pause import Pause
-from vexpert.server.progress import Failure, RequestTimeoutError, SlowReaderError, Update
+from vexpert.server.progress import Delta, Failure, RequestTimeoutError, SlowReaderError, Update
 from vexpert.server.prompts import Prompt
 
 logger = get_logger(__name__)
@@ -139,6 +139,7 @@ class Generation:
 
 
 def _without_output(update: Update) -> Update:
+    """The step's token was not asked for, so it says nothing of why the output ends."""
     ended = [delta for delta in update.deltas if delta.finish_reason is not None]
-    bare = [d._replace(text="", token_ids=[], logprobs=None) for d in ended]
+    bare = [Delta(delta.index, "", [], None, "length", None) for delta in ended]
     return update._replace(deltas=bare)

@@ -3,8 +3,9 @@
 from collections.abc import Collection, Iterable
 from pathlib import Path
 
-from vexpert.errors import ConfigError
+from vexpert.errors import AdapterError, ConfigError
 from vexpert.log import get_logger
+from vexpert.lora.adapter_name import check_name
 
 METRICS = "/metrics"  # stands in a key's list for that path; no model is named so
 logger = get_logger(__name__)
@@ -54,8 +55,18 @@ def _fault(words: list[str], keys: Collection[str]) -> str | None:
     return None
 
 
-def warn_of_unknown(lists: Iterable[frozenset[str]], known: Collection[str]) -> None:
-    """Log the names in the keys' lists that are not in `known`: an adapter may come, or a typo."""
+def check_names(
+    lists: Iterable[frozenset[str]], bases: Collection[str], adapters: Collection[str]
+) -> None:
+    """Log the names in the keys' lists that nobody has now: an adapter may come, or a typo.
+
+    Raises ConfigError for one that no adapter can have beside the base model's names `bases`.
+    """
     named = frozenset[str]().union(*lists)
-    for name in sorted(named - set(known) - {METRICS}):
+    for name in sorted(named - {*bases, *adapters, METRICS}):
+        try:
+            check_name(name, frozenset(bases))
+        except AdapterError as error:
+            message = f"api_key_file: no model can have this name: {error}"
+            raise ConfigError(message) from error
         logger.warning("api_key_file: no model is named %r now; its keys wait for one", name)

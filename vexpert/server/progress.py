@@ -58,7 +58,7 @@ class Update(NamedTuple):
     deltas: list[Delta]
     finished: bool
     num_cached_tokens: int
-    prompt_logprobs: list[LogprobRow | None] | None
+    prompt_logprobs: tuple[LogprobRow | None, ...] | None
 
     def size(self) -> int:
         """Bytes that it takes in memory, roughly."""
@@ -92,7 +92,7 @@ class Tracker:
     sink: Sink
     arrival: float  # seconds, perf_counter
     last_token: float | None = None  # seconds, perf_counter; None before the first token
-    prompt_logprobs: list[LogprobRow | None] | None = None
+    prompt_logprobs: tuple[LogprobRow | None, ...] | None = None  # all updates share it
     num_cached_tokens: int = 0  # as of the last update that told it
     reasons: list[str] = field(default_factory=list)  # of the completions that have ended
 

@@ -24,8 +24,8 @@ class Prompt:
     """A prompt as the engine takes it."""
 
     text: str | None
-    token_ids: list[int]
-    starts: list[int] | None = (
+    token_ids: Sequence[int]
+    starts: tuple[int, ...] | None = (
         None  # where each token begins in `text`, if that was asked and is known
     )
 
@@ -165,7 +165,7 @@ class PromptBuilder:
             return made
         return [replace(each, starts=self._starts(each, add_special_tokens)) for each in made]
 
-    def _starts(self, prompt: Prompt, add_special_tokens: bool) -> list[int] | None:
+    def _starts(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...] | None:
         """Where the tokens begin; None where only their own texts can tell."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
         if prompt.text is None or backend is None:
@@ -178,7 +178,7 @@ class PromptBuilder:
         for start, end in encoding.offsets:  # (0, 0): a token of no text
             starts.append(max(place, start))
             place = max(place, end)
-        return starts
+        return tuple(starts)
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         try:
@@ -195,7 +195,7 @@ class PromptBuilder:
         what = "the text" if param == "tokens" else "the prompt"
         return RequestError(f"{param}: {what} has {length}, and {limit}; shorten it", param)
 
-    def _check_ids(self, token_ids: list[int], param: str = "prompt") -> list[int]:
+    def _check_ids(self, token_ids: Sequence[int], param: str = "prompt") -> Sequence[int]:
         if len(token_ids) > self._max_model_len:
             raise self._too_long(f"{len(token_ids)} tokens", param)
         for token in token_ids:
@@ -204,7 +204,7 @@ class PromptBuilder:
                 raise RequestError(f"{param}: token {token}: {rule}", param)
         return token_ids
 
-    async def pieces(self, token_ids: list[int]) -> list[str]:
+    async def pieces(self, token_ids: Sequence[int]) -> list[str]:
         """The text of each token alone. Raises RequestError."""
         work = lambda: [self.decode([token]) for token in self._check_ids(token_ids)]  # noqa: E731
         return await self._on_thread(work)
@@ -214,7 +214,7 @@ class PromptBuilder:
         work = lambda: self.decode(self._check_ids(token_ids, "tokens"))  # noqa: E731
         return await self._on_thread(work)
 
-    def decode(self, token_ids: list[int]) -> str:
+    def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids))
 
 

@@ -15,7 +15,7 @@ from vexpert.server.deadlines import Unanswered
 from vexpert.server.engine_client import AsyncEngine
 from vexpert.server.errors import ApiError
 from vexpert.server.interface import EngineHost
-from vexpert.server.keys import METRICS, warn_of_unknown
+from vexpert.server.keys import METRICS, check_names
 from vexpert.server.options import ServerOptions
 from vexpert.server.progress import ShuttingDownError
 from vexpert.server.prompts import Own, PromptBuilder
@@ -51,7 +51,7 @@ class Service:
         self.created = int(time.time())
         self.keys = options.keys()
         limited = [names for names in self.keys.values() if names is not None]
-        warn_of_unknown(limited, (*self.base_names, *self.facts.adapters))
+        check_names(limited, self.base_names, self.facts.adapters)
         for name in self.base_names:
             if name == METRICS:
                 raise ConfigError(f"served_model_name={name!r}: stands for that page; rename it")

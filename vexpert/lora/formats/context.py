@@ -138,6 +138,22 @@ def check_dora(path: str, is_flag: bool, is_there: bool) -> None:
     )
 
 
+def check_bias(path: str, config: AdapterConfig) -> None:
+    """AdapterError where lora_bias promises what routed experts cannot have."""
+    if config.lora_bias:
+        raise AdapterError(
+            f"{path}: lora_bias is true in adapter_config.json, but lora_B.bias is missing: the "
+            "file is incomplete, save the adapter again; if it was trained without, write "
+            '"lora_bias": false'
+        )
+
+
+def check_wrapped(path: str, config: AdapterConfig) -> None:
+    """AdapterError for what PEFT refuses to combine with its wrappers of parameters."""
+    check_dora(path, config.use_dora, False)
+    check_bias(path, config)
+
+
 def dimensions(target: ExpertsTarget, projection: str) -> tuple[int, int]:
     """(in, out) of one expert's projection: gate_up, gate, up or down."""
     hidden, inner = target.hidden_size, target.intermediate_size

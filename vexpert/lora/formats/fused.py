@@ -15,7 +15,7 @@ import torch
 
 from vexpert.errors import AdapterError
 from vexpert.lora import versions
-from vexpert.lora.formats.context import Context, dimensions, shapes, split_rows
+from vexpert.lora.formats.context import Context, check_wrapped, dimensions, shapes, split_rows
 from vexpert.lora.keys import PREFIX, Piece, Slots
 from vexpert.lora.types import ExpertsFactors, ExpertsTarget, Factors
 
@@ -62,6 +62,7 @@ def take_pairs(target: ExpertsTarget, slots: Slots, context: Context) -> list[Fu
             f"format ({', '.join(sorted(names - nested))}); save the adapter in one format"
         )
     pairs = {name: _pair(target, name, slots) for name in sorted(names)}
+    check_wrapped(target.path, context.config)
     if not nested:
         return list(pairs.values())
     return _assign(pairs.get("inner"), pairs.get("outer"), context)

@@ -14,7 +14,14 @@ import torch
 
 from vexpert.errors import AdapterError
 from vexpert.lora.checks import require_finite
-from vexpert.lora.formats.context import Context, check_dora, dimensions, shapes, split_rows
+from vexpert.lora.formats.context import (
+    Context,
+    check_bias,
+    check_dora,
+    dimensions,
+    shapes,
+    split_rows,
+)
 from vexpert.lora.formats.fused import finish_pair
 from vexpert.lora.keys import Piece, Slots
 from vexpert.lora.types import ExpertsTarget, Factors, PerExpertFactors
@@ -60,6 +67,7 @@ def _require_known(target: ExpertsTarget, parts: Mapping[str, Pieces], context: 
     if odd:
         raise AdapterError(f"{odd[0]}: not supported for routed experts")
     check_dora(target.path, context.config.use_dora, "magnitude" in parts)
+    check_bias(target.path, context.config)
 
 
 def read_projection(

@@ -21,6 +21,8 @@ def check_prompt(value: Any) -> Any:
     items = [value] if isinstance(value, str) else value
     if not isinstance(items, list) or not items:
         raise refusal(PROMPT_FORMS)
+    if len(items) > 1 and [] in items:
+        raise refusal(f"prompt {items.index([])} is empty; give each at least one token")
     if not (_all(items, str) or _all(items, int) or _all_token_lists(items)):
         raise refusal(PROMPT_FORMS)
     for tokens in [items] if isinstance(items[0], int) else items:

@@ -143,9 +143,14 @@ class SamplingFields(StrictModel):
 
 
 def token_biases(biases: dict[str, float], vocab_size: int) -> dict[int, float]:
-    """logit_bias with integer keys. Raises RequestError for a key that is no token id."""
+    """logit_bias with integer keys. RequestError for a key that is no token id, or one's second."""
+    spelled: dict[int, str] = {}
     for key in biases:
         if not (key.isascii() and key.isdigit() and len(key) < 10 and int(key) < vocab_size):
             rule = f"keys are token ids from 0 to {vocab_size - 1}"
             raise RequestError(f"logit_bias={key[:20]!r}: {rule}", "logit_bias")
-    return {int(key): bias for key, bias in biases.items()}
+        other = spelled.setdefault(int(key), key)
+        if other != key:
+            message = f"logit_bias: {other!r} and {key!r} are one token; send it once"
+            raise RequestError(message, "logit_bias")
+    return {token: biases[key] for token, key in spelled.items()}

@@ -118,7 +118,7 @@ class ChatFormatter:
         ]
         result = self._head.fields("chat.completion") | {"choices": choices}
         if self._wants_prompt_logprobs:
-            result["prompt_logprobs"] = prompt_logprobs(update.prompt_logprobs or [])
+            result["prompt_logprobs"] = prompt_logprobs(update.prompt_logprobs or ())
         return result
 
     def chunks(self, i: int, update: Update) -> Iterator[Json]:

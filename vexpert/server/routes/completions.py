@@ -120,7 +120,7 @@ class CompletionFormatter:
             "stop_reason": delta.stop_reason,
         }
         if self._wants_prompt_logprobs:
-            choice["prompt_logprobs"] = prompt_logprobs(update.prompt_logprobs or [])
+            choice["prompt_logprobs"] = prompt_logprobs(update.prompt_logprobs or ())
         return choice
 
     def _prompt_text(self, i: int) -> str:
@@ -138,13 +138,15 @@ class CompletionFormatter:
             self._decode([token]) if row is None else cast(LogprobRow, row)[token].decoded_token
             for token, row in zip(tokens, rows, strict=True)
         ]
-        offsets = self._prompt_offsets(i, texts[: len(prompt)]) if prompt else []
-        offsets += self._offsets(i, delta, texts[len(prompt) :])
+        offsets = [
+            *(self._prompt_offsets(i, texts[: len(prompt)]) if prompt else ()),
+            *self._offsets(i, delta, texts[len(prompt) :]),
+        ]
         return completion_logprobs(tokens, rows, texts, self._count, offsets)
 
-    def _prompt_offsets(self, i: int, texts: list[str]) -> list[int]:
+    def _prompt_offsets(self, i: int, texts: list[str]) -> tuple[int, ...]:
         starts = self._prompts[i].starts
-        return list(accumulate(map(len, texts[:-1]), initial=0)) if starts is None else starts
+        return tuple(accumulate(map(len, texts[:-1]), initial=0)) if starts is None else starts
 
     def _offsets(self, i: int, delta: Delta, texts: list[str]) -> list[int]:
         """Of new tokens; what of their text is held back for a stop string counts."""

@@ -27,7 +27,7 @@ async def tokenize(body: TokenizeRequest, request: Request) -> TokenizeResponse:
     return TokenizeResponse(
         count=len(tokens),
         max_model_len=service.facts.max_model_len,
-        tokens=tokens,
+        tokens=list(tokens),
         token_strs=texts,
     )
 
