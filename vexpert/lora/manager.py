@@ -20,7 +20,7 @@ from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_name import check_name
 from vexpert.lora.adapter_state import State
-from vexpert.lora.adapter_version import Version, check_newest, some_names
+from vexpert.lora.adapter_version import SHOWN_NAMES, Version, check_newest
 from vexpert.lora.budget import arena_bytes, host_bytes, reader_count, slab_bytes, slot_count
 from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.device_tier import DeviceTier
@@ -28,6 +28,7 @@ from vexpert.lora.eviction import check_owners, is_in_use
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.host_memory import HostMemory
 from vexpert.lora.host_tier import HostTier
+from vexpert.lora.listing import Listing
 from vexpert.lora.pool import SlotPool
 from vexpert.lora.source import AdapterLoader, AdapterReader, Source, check_path, make_source
 from vexpert.lora.types import (
@@ -95,6 +96,7 @@ class AdapterManager:
         self._reserved = reserved
         self._current: dict[str, Version] = {}
         self._versions: dict[AdapterRef, Version] = {}  # current ones, and retired ones in use
+        self.listing = Listing(self._lock, self._current)  # the same
         self._reserved_now: set[str] = set()  # names that are being loaded
         self._deadlines: set[Version] = set()  # retired, with requests and a time to end them
         self._ended: dict[AdapterRef, str] = {}  # whose requests cannot go on, and why
@@ -185,10 +187,7 @@ class AdapterManager:
 
     def list(self) -> list[AdapterInfo]:
         """Every adapter by name, then version; replaced and unloaded ones drain."""
-        with self._lock:
-            versions = list(self._versions.values())
-        versions.sort(key=lambda version: (version.ref.name, version.ref.version))
-        return [version.info() for version in versions]
+        return self.listing.all()
 
     def resolve(self, name: str) -> AdapterRef:
         """The newest version of `name`; AdapterNotFoundError if there is none."""
@@ -349,6 +348,7 @@ class AdapterManager:
             for version in self._device.policy.in_slot.values():
                 assert self._versions.get(version.ref) is version, f"{version.ref} leaked a slot"
             assert all(self._versions[v.ref] is v for v in self._current.values())
+            self.listing.check_integrity(self._versions.values())
 
     # ---- under the lock
 
@@ -377,6 +377,7 @@ class AdapterManager:
         if name in self._current:
             self._retire(self._current[name])
         self._current[name] = self._versions[version.ref] = version
+        self.listing.add(version)
         self._use(version)
         if version.is_pinned:
             self._device.pin(version)
@@ -388,9 +389,8 @@ class AdapterManager:
     def _find(self, name: str) -> Version:
         version = self._current.get(name) if isinstance(name, str) else None
         if version is None:
-            raise AdapterNotFoundError(
-                f"no adapter {shown(name, 300)}; loaded adapters: {some_names(self._current)}"
-            )
+            known = self.listing.some_names(SHOWN_NAMES, without=())
+            raise AdapterNotFoundError(f"no adapter {shown(name, 300)}; loaded adapters: {known}")
         return version
 
     def _use(self, version: Version) -> None:
@@ -408,7 +408,8 @@ class AdapterManager:
             self._device.remove(version)
             self._host.drop(version)
             self._deadlines.discard(version)
-            self._versions.pop(version.ref, None)
+            if self._versions.pop(version.ref, None) is not None:
+                self.listing.remove(version)
 
     def _settle(self, version: Version) -> None:
         """A read or a copy of `version` has ended, maybe with an error."""
