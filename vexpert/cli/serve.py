@@ -108,11 +108,12 @@ def _bind_and_serve(args: argparse.Namespace, boot: Boot) -> int:
     config = engine_config(args)
     limit_spinning()
 
-    from vexpert.server.listen import allow_many_files, bind
+    from vexpert.server.listen import allow_many_files, bind, most_connections
     from vexpert.server.tracing import check_endpoint
 
     check_endpoint(args.otlp_traces_endpoint)
     allow_many_files()
+    most_connections(args.max_connections)  # refused before anything heavy begins
     try:
         bound = bind(args.host, args.port)
     except OSError as error:

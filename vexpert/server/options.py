@@ -49,6 +49,9 @@ class ServerOptions:
     max_queue_len: int | None = option(  # None: any number
         4096, "completions accepted beyond --max-num-seqs; more get 429", "limits"
     )
+    max_connections: int | None = option(
+        *(None, "connections at once; default: what the limit of open files leaves", "limits")
+    )
     request_timeout: float = option(0.0, "seconds to answer in; 0: any time", "limits")
     write_timeout: float = option(
         30.0, "seconds that a client may read nothing of its answer; then it is cut off", "limits"
