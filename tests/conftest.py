@@ -1,4 +1,7 @@
-"""Without a GPU, Triton's kernels run in its interpreter; tests marked `gpu` are skipped."""
+"""Without a GPU, Triton's kernels run in its interpreter; tests marked `gpu` are skipped.
+
+Every test draws the same numbers in every run, whatever ran before it in its process.
+"""
 
 import importlib.util
 import os
@@ -25,6 +28,18 @@ TOGETHER = {
 }
 # Tests load nothing from a hub; a look-up there would only wait for its retries.
 os.environ["HF_HUB_OFFLINE"] = "1"
+# Hypothesis draws the same examples in every run, and measures no time: a slow machine is no fault.
+# `--hypothesis-profile=default` looks for new ones.
+if importlib.util.find_spec("hypothesis") is not None:
+    from hypothesis import HealthCheck, settings
+
+    settings.register_profile(
+        "repeatable",
+        derandomize=True,
+        deadline=None,
+        suppress_health_check=[HealthCheck.too_slow],
+    )
+    settings.load_profile("repeatable")
 # Triton reads this when it is imported, which happens with the first kernel module.
 if not torch.cuda.is_available():
     os.environ["TRITON_INTERPRET"] = "1"
@@ -41,6 +56,12 @@ def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
     for item in items:
         if "gpu" in item.keywords:
             item.add_marker(skip)
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup() -> None:
+    """Before its fixtures: PyTorch's numbers do not depend on the tests that came before."""
+    torch.manual_seed(0)
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,6 +2,7 @@
 
 import base64
 import contextlib
+import re
 import shutil
 import subprocess
 import tempfile
@@ -12,10 +13,10 @@ from typing import Any
 
 import httpx
 import pytest
-from helpers_serve import free_port
 
 BROWSERS = ("chromium", "chromium-browser", "google-chrome")
 ELEMENT = "element-6066-11e4-a52e-4f735466cecf"  # the standard's key of a reference
+MARK = "up to here"
 KEYS = {"Enter": "\ue007", "Escape": "\ue00c", "Tab": "\ue004", "Space": " "}
 FLAGS = (
     "--headless", "--no-sandbox", "--disable-gpu", "--disable-quic", "--no-first-run",
@@ -28,7 +29,9 @@ class Browser:
     """One window. Selectors are CSS."""
 
     def __init__(self, url: str, binary: str, profile: str) -> None:
-        self.http = httpx.Client(base_url=url, timeout=60.0)
+        # A browser that starts takes a while; each call has a connection of its own.
+        limits = httpx.Limits(max_keepalive_connections=0)
+        self.http = httpx.Client(base_url=url, timeout=120.0, limits=limits)
         options = {"binary": binary, "args": [*FLAGS, f"--user-data-dir={profile}"]}
         logs = {"browser": "ALL"}
         wanted = {"goog:chromeOptions": options, "goog:loggingPrefs": logs}
@@ -88,7 +91,13 @@ class Browser:
 
     def log(self) -> list[str]:
         """What the browser's console got since the last call: errors, refused requests."""
-        return [entry["message"] for entry in self._post("se/log", type="browser")]
+        self.run("console.error(arguments[0])", MARK)  # what came before it is told before it
+        found: list[str] = []
+        end = time.monotonic() + 60
+        while not any(MARK in message for message in found):
+            assert time.monotonic() < end, f"the console says no more than {found}"
+            found += [entry["message"] for entry in self._post("se/log", type="browser")]
+        return [message for message in found if MARK not in message]
 
     def screenshot(self, file: Path) -> None:
         """The whole page as PNG."""
@@ -108,29 +117,26 @@ def _programs() -> tuple[str, str]:
 def browser() -> Iterator[Browser]:
     """A fresh browser until the block ends; skips the test where there is none."""
     binary, driver = _programs()
-    port = free_port()
     with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as profile:
         process = subprocess.Popen(
-            [driver, f"--port={port}", "--silent"],
-            stdout=subprocess.DEVNULL,
+            [driver, "--port=0"],  # one that is free
+            stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
+            text=True,
         )
         try:
-            url = f"http://127.0.0.1:{port}"
-            _wait_for(f"{url}/status")
-            one = Browser(url, binary, profile)
+            one = Browser(f"http://127.0.0.1:{_port_of(process)}", binary, profile)
             yield one
             one.close()
         finally:
             process.terminate()
-            process.wait(60)
+            process.communicate(timeout=60)
 
 
-def _wait_for(url: str) -> None:
-    end = time.monotonic() + 60
-    while True:
-        with contextlib.suppress(httpx.TransportError):
-            if httpx.get(url).status_code == 200:
-                return
-        assert time.monotonic() < end, "the browser's driver does not answer"
-        time.sleep(0.05)
+def _port_of(driver: "subprocess.Popen[str]") -> str:
+    """Where it listens, as it tells once it does."""
+    assert driver.stdout is not None
+    for line in driver.stdout:
+        if found := re.search(r"started successfully on port (\d+)", line):
+            return found[1]
+    raise AssertionError("the browser's driver did not start")

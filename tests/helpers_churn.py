@@ -1,5 +1,6 @@
 """Hundreds of names for the demo's four adapters, and traffic that loads and drops them."""
 
+import contextlib
 import os
 import threading
 import time
@@ -15,6 +16,7 @@ from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError
 
+STEPS_A_READ = 10
 KINDS = ("upper", "reverse", "sort", "shift")
 
 
@@ -28,6 +30,18 @@ def link(kind: str, folder: Path) -> Path:
 
 def open_files() -> int:
     return len(os.listdir("/proc/self/fd"))
+
+
+def opened() -> set[tuple[str, str]]:
+    """What this process has open: descriptors, and what each is of.
+
+    What is open later and not now has come since; the garbage of tests before may go meanwhile.
+    """
+    found = set()
+    for descriptor in os.listdir("/proc/self/fd"):
+        with contextlib.suppress(FileNotFoundError):  # closed by now, as that of the listing is
+            found.add((descriptor, os.readlink(f"/proc/self/fd/{descriptor}")))
+    return found
 
 
 def vexpert_threads() -> list[str]:
@@ -63,6 +77,7 @@ class Churn:
     steps: int = 0
 
     def __post_init__(self) -> None:
+        self._ended = self._read_until = 0  # reads; and the step until which one may take
         self._names = list(self.kinds)
         self._weights = [1 / (rank + 1) for rank in range(len(self._names))]
         self._words = iter(random_words(100_000, seed=self.random.randint(0, 10**6)))
@@ -127,6 +142,19 @@ class Churn:
                 self._end(output)
         waiting = self.engine.scheduler.waiting
         self.most_passed = max([self.most_passed, *(each.times_passed for each in waiting)])
+
+    def wait_for_reads(self) -> None:
+        """After a step: where no read has ended in STEPS_A_READ of them, until one has.
+
+        Waits that are counted in steps then do not depend on how long the machine holds up a read.
+        """
+        end = time.monotonic() + 60
+        while (usage := self.engine.stats().adapters).loading and self._ended == usage.loads:
+            if self.steps < self._read_until:
+                return
+            assert time.monotonic() < end, "waited for 60 s"
+            time.sleep(0.001)
+        self._ended, self._read_until = usage.loads, self.steps + STEPS_A_READ
 
     def _end(self, output: RequestOutput) -> None:
         ask = self.asks.pop(output.request_id)

@@ -152,9 +152,9 @@ WRITERS: dict[str, tuple[Writer, ...]] = {
 
 def make_llm(model: Any, device: str = "cpu", **options: Any) -> LLM:
     """An LLM over a copy of `model`."""
-    config = EngineConfig.from_options(
-        model=FOLDER, device=device, dtype="float32", max_lora_rank=8, **options
-    )
+    memory = {"lora_memory": 1 << 26, "lora_host_memory": 1 << 26}  # the default is 20% of free
+    given = {"model": FOLDER, "device": device, "dtype": "float32", "max_lora_rank": 8, **memory}
+    config = EngineConfig.from_options(**(given | options))
     place = torch.device(device)
     ours = serve(copy.deepcopy(model).to(place), model.config, config, torch.float32, place)
     return LLM.from_engine(Engine(config, model=ours, tokenizer=FakeTokenizer()))

@@ -125,6 +125,9 @@ class FakeRequest:
     answer: str
     outputs: list[CompletionOutput] = field(default_factory=list)
 
+    def is_held(self, at: int | None) -> bool:
+        return at is not None and max(len(each.token_ids) for each in self.outputs) >= at
+
 
 class FakeEngine:
     """Answers one character of each running request per step; outputs are live, not copies."""
@@ -136,6 +139,7 @@ class FakeEngine:
         self.model_info: Any = SimpleNamespace(name=BASE, vocab_size=VOCAB_SIZE)
         self.max_model_len = max_model_len
         self.step_seconds = 0.0
+        self.held_at: int | None = None  # tokens at which a request gains no more; None: at none
         self.load_seconds = 0.0
         self.integrity_checks = 0
         self.calls: list[tuple[str, str, dict[str, Any]]] = []
@@ -204,8 +208,12 @@ class FakeEngine:
         time.sleep(self.step_seconds)
         if self.failure is not None:
             raise self.failure
+        held_at = self.held_at
+        moving = [each for each in self._running() if not each.is_held(held_at)]
+        if not moving:
+            time.sleep(0.002)  # all stand still
         self._steps += 1
-        return [self._advance(request) for request in self._running()]
+        return [self._advance(request) for request in moving]
 
     def _running(self) -> list[FakeRequest]:
         return list(self.requests.values())[: self.config.max_num_seqs]

@@ -48,15 +48,20 @@ def build(config: EngineConfig, modules: Sequence[LoraModule], is_restart: bool)
         raise RuntimeError("planted")
     if config.model == "breaks later" and is_restart:
         raise RuntimeError("planted")
-    begun = Path(config.model.removeprefix("slow once: "))
-    if config.model.startswith("slow once: ") and is_restart and not begun.exists():
-        begun.touch()
-        time.sleep(60)
+    if config.model.startswith("gate: ") and is_restart:
+        wait_at(Path(config.model.removeprefix("gate: ")))
     engine = TouchyEngine(config)
     engine.step_seconds = 0.002
     for module in modules:
         engine.load_adapter(module.name, module.path, load_inplace=is_restart)
     return engine
+
+
+def wait_at(folder: Path) -> None:
+    """Say that the start has come so far, and go on once the test says so."""
+    (folder / "begun").touch()
+    while not (folder / "go").exists():
+        time.sleep(0.005)
 
 
 def tokenizer(config: EngineConfig) -> FakeTokenizer:
@@ -113,7 +118,8 @@ async def started(host: EngineHost, **options: Any) -> AsyncIterator[AsyncEngine
 
 async def submit(engine: AsyncEngine, request_id: str, **options: Any) -> Sink:
     sink = Sink()
-    long = SamplingParams(max_tokens=200, ignore_eos=True)
+    # It lasts until a test ends it.
+    long = SamplingParams(max_tokens=10**6, ignore_eos=True)
     given = {"adapter": None, "every_step": True, "params": long, "prompt": "abc", **options}
     prompt = given.pop("prompt")
     await engine.add(request_id, prompt, [ord(c) for c in prompt], sink=sink, **given)

@@ -1,16 +1,9 @@
 """A real `vexpert serve` process for tests."""
 
-import socket
 import subprocess
 import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
-
-
-def free_port() -> int:
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return int(probe.getsockname()[1])
 
 
 @contextmanager
@@ -30,5 +23,5 @@ def serve(*arguments: str) -> Iterator[str]:
         yield lines[-1].split()[2]
     finally:
         process.terminate()
-        process.communicate(timeout=60)
+        process.communicate(timeout=120)
     assert process.returncode == 0, f"the server ended with {process.returncode}"

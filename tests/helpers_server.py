@@ -7,6 +7,7 @@ import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
+from unittest import mock
 
 import httpx
 import openai
@@ -23,6 +24,7 @@ from helpers_fake_engine import (
     right_answer,
 )
 
+from vexpert.server import scrape
 from vexpert.server.app import create_app
 from vexpert.server.listen import bind
 from vexpert.server.options import ServerOptions
@@ -77,9 +79,19 @@ def serving(engine: Any, options: ServerOptions | None = None) -> Iterator[Runni
     options = options or ServerOptions(served_model_names=(BASE,), status_interval=None)
     app = create_app(host, options)
     bound = bind("127.0.0.1", 0)
-    config = uvicorn.Config(app, log_config=None, lifespan="on", timeout_graceful_shutdown=1)
+    config = uvicorn.Config(
+        app,
+        log_config=None,
+        lifespan="on",
+        timeout_graceful_shutdown=1,
+        # Longer than clients keep a connection: none is closed as its next request is sent.
+        timeout_keep_alive=3600,
+    )
     server = uvicorn.Server(config)
     thread = threading.Thread(target=server.run, kwargs={"sockets": [bound]})
+    # The metrics page shows what the engine says, however long a machine holds that up.
+    patience = mock.patch.object(scrape, "SECONDS", 60.0)
+    patience.start()
     thread.start()
     url = f"http://127.0.0.1:{bound.getsockname()[1]}"
     try:
@@ -90,6 +102,7 @@ def serving(engine: Any, options: ServerOptions | None = None) -> Iterator[Runni
         server.should_exit = True
         thread.join(60)
         bound.close()
+        patience.stop()
         assert not thread.is_alive(), "the server did not end"
 
 

@@ -4,7 +4,7 @@ import random
 from functools import lru_cache
 from typing import Any
 
-from vexpert.engine.grammar import compile_text, new_compiler
+from vexpert.engine.grammar import Compilers, compile_text
 from vexpert.engine.grammar_cache import key_of
 from vexpert.engine.structured_outputs import StructuredOutputs
 
@@ -17,7 +17,7 @@ CLOSERS = {END, *(TOKENS.index(mark) for mark in (b'"', b"}", b"]"))}
 
 @lru_cache(maxsize=1)
 def compiler() -> Any:
-    return new_compiler(TOKENS, [END])
+    return Compilers(TOKENS, [END]).get(False)
 
 
 def compiled(wanted: StructuredOutputs) -> Any:

@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 from helpers_server import BASE, make_fake_engine, serving
-from test_lora_manager import folder, make, wait_until
+from test_lora_manager import folder, make, wait_for_later_times, wait_until
 
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.lora.chat_template import MAX_BYTES, ChatTemplate, read_template
@@ -56,6 +56,7 @@ def test_a_registered_version_is_what_its_template_was_read_with(tmp_path: Path)
     manager.register("x", path)
     assert manager.chat_template("x", may_read=False) is None
     assert manager.chat_template("x", may_read=True) == A
+    wait_for_later_times(tmp_path)
     (path / FILE).write_text(B.text or "")
     assert manager.chat_template("x", may_read=True) == A
     ref = manager.resolve("x")
@@ -78,14 +79,15 @@ def test_a_template_read_amid_a_load_is_held_to_the_same_files(
     def slow(*arguments: Any) -> Any:
         copy = load(*arguments)
         is_read.set()
-        assert may_end.wait(20)
+        assert may_end.wait(60)
         return copy
 
     monkeypatch.setattr(manager._host, "_load", slow)
     manager.register("x", path)
     ref = manager.resolve("x")
     manager.hold(ref)
-    assert is_read.wait(20)
+    assert is_read.wait(60)
+    wait_for_later_times(tmp_path)
     (path / FILE).write_text(B.text or "")
     assert manager.chat_template("x", may_read=True) == B
     may_end.set()

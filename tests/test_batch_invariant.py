@@ -45,7 +45,7 @@ def make_engine(models: Models, device: str, dtype: torch.dtype, **options: Any)
         "model": FOLDER, "device": device, "dtype": str(dtype).removeprefix("torch."),
         "max_lora_rank": 8, "max_num_seqs": 8, "max_num_batched_tokens": 48, "max_model_len": 96,
         "block_size": 4, "kv_cache_memory": 1 << 20, "lora_backend": "triton", "warm_up": "none",
-        "batch_invariant": True,
+        "batch_invariant": True, "lora_memory": 1 << 26, "lora_host_memory": 1 << 26,
     }  # fmt: skip
     config = EngineConfig.from_options(**given | options)
     place = torch.device(device)

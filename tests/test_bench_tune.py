@@ -190,7 +190,7 @@ def test_files_that_are_none(text: str, message: str, tmp_path: Path) -> None:
 # ---- a tuning, in the interpreter
 
 
-def make_tuner(said: list[str], seconds: float = 60.0) -> Tuner:
+def make_tuner(said: list[str], seconds: float = float("inf")) -> Tuner:
     return Tuner(
         Grid("tiny", (8,), (2,), (4,)),
         torch.float32,

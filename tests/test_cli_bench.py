@@ -96,6 +96,31 @@ def test_base_and_mixed_adapters(llm: type[FakeLLM], capsys: pytest.CaptureFixtu
     ]
 
 
+@pytest.mark.parametrize(
+    ("runs", "rows"), [(3, []), (7, [("base", 2, 1)]), (12, [("base", 2, 2), ("base", 4, 2)])]
+)
+def test_ctrl_c_leaves_what_was_timed(
+    runs: int,
+    rows: list[tuple[str, int, int]],
+    llm: type[FakeLLM],
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """After so many runs, of two in each of two cells' three rounds: server, batch, rounds."""
+    answer, left = FakeLLM.generate, [runs]
+
+    def interrupted(self: FakeLLM, *args: Any, **options: Any) -> list[RequestOutput]:
+        if not left[0]:
+            raise KeyboardInterrupt
+        left[0] -= 1
+        return answer(self, *args, **options)
+
+    monkeypatch.setattr(FakeLLM, "generate", interrupted)
+    assert main(WORDS) == 130
+    got = [(row["server"], row["batch"], len(row["ms_rounds"])) for row in cells(capsys)]
+    assert got == rows
+
+
 def test_a_step_is_a_difference_and_the_median_counts(
     llm: type[FakeLLM], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:

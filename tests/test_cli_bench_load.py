@@ -1,6 +1,7 @@
 """What `vexpert bench serve` sends: names by popularity, arrivals, and the picture of a run."""
 
 import json
+import time
 from collections import Counter
 from itertools import pairwise
 from pathlib import Path
@@ -66,7 +67,9 @@ def test_a_run_tells_each_model_and_draws_itself(
     picture = tmp_path / "run.png"
     words = ["bench", "serve", "--url", server.url, "--num-prompts", "20", "--output-len", "6"]
     words += ["--request-rate", "100", "--popularity", "distinct", "--plot", str(picture)]
+    begun = time.perf_counter()
     assert main(words) == 0
+    took = time.perf_counter() - begun
     captured = capsys.readouterr()
     result = json.loads(captured.out.splitlines()[-1])
     assert {name: row["completed"] for name, row in result["models"].items()} == dict.fromkeys(
@@ -75,7 +78,7 @@ def test_a_run_tells_each_model_and_draws_itself(
     assert all(row["p99_ttft_ms"] >= row["median_ttft_ms"] > 0 for row in result["models"].values())
     assert result["popularity"] == "distinct"
     assert result["request_rate"] == 100
-    assert 0.04 < result["duration"] < 3
+    assert 0.04 < result["duration"] < took
     assert "Request rate configured (RPS):          100.00" in captured.out
     assert picture.read_bytes().startswith(b"\x89PNG")
     assert len(picture.read_bytes()) > 10_000

@@ -1,6 +1,6 @@
 """`vexpert chat` and `vexpert bench serve` against a running server."""
 
-import contextlib
+import asyncio
 import json
 import os
 import re
@@ -10,7 +10,15 @@ import sys
 from typing import Any
 
 import pytest
-from helpers_server import BASE, NAMES, RunningServer, make_fake_engine, right_answer, serving
+from helpers_server import (
+    BASE,
+    NAMES,
+    RunningServer,
+    make_fake_engine,
+    right_answer,
+    serving,
+    wait_for,
+)
 
 from vexpert.cli.bench.report import percentile
 from vexpert.cli.client import base_url
@@ -192,16 +200,20 @@ def read_until(terminal: int, wanted: str) -> None:
 
 
 def code_after(program: subprocess.Popen[bytes], terminal: int, key: bytes) -> int:
-    """The exit code of a program whose user presses `key`, and again when nothing happens.
+    """The exit code of a program, which shows its prompt, whose user presses `key`.
 
     A signal between the prompt and the call that waits for keys is noted by CPython's reader of
-    lines, and seen only when the next key ends that call; so a first Ctrl-C can seem lost.
+    lines, and seen only when the next key ends that call; so the key is pressed once it sleeps.
     """
-    for _ in range(5):
-        os.write(terminal, key)
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            return program.wait(5)
-    raise AssertionError(f"{key!r} does not end the program")
+    wait_for(lambda: state(program.pid) == "S")
+    os.write(terminal, key)
+    return program.wait(60)
+
+
+def state(pid: int) -> str:
+    """Of a process, as `ps` tells it: R where it runs or would, S where it sleeps."""
+    shown = subprocess.run(["ps", "-o", "stat=", "-p", str(pid)], capture_output=True, text=True)
+    return shown.stdout.strip()[:1]
 
 
 IN_A_TERMINAL = """
@@ -229,8 +241,19 @@ def test_ctrl_c_and_ctrl_d_leave_at_once(server: RunningServer, key: bytes, code
 
 
 def test_bench_serve_counts_every_token(
-    server: RunningServer, capsys: pytest.CaptureFixture[str]
+    fake: Any,
+    fake_server: RunningServer,
+    capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    step = fake.step
+
+    def step_in_turn() -> Any:
+        """A server behind its engine would send tokens of several steps at once."""
+        fake_server.run(asyncio.sleep(0.002))
+        return step()
+
+    monkeypatch.setattr(fake, "step", step_in_turn)
     words = [
         "--num-prompts",
         "12",
@@ -241,7 +264,7 @@ def test_bench_serve_counts_every_token(
         "--request-rate",
         "200",
     ]
-    assert main(["bench", "serve", "--url", server.url, *words]) == 0
+    assert main(["bench", "serve", "--url", fake_server.url, *words]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert "Serving Benchmark Result" in lines[0]
     result = json.loads(lines[-1])

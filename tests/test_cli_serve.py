@@ -98,7 +98,7 @@ def test_options_reach_the_server(start: Start, tmp_path: Path) -> None:
     template.write_text("{{ messages[0].content }}{{ tools }}")
     words = ["--api-key-file", str(keys), "--log-format", "json", "--chat-template", str(template)]
     words += ["--allowed-adapter-roots", str(tmp_path), "--allowed-origins", "https://a.example"]
-    words += ["--max-queue-len", "7", "--tool-call-parser", "mistral", "--request-timeout", "5"]
+    words += ["--max-queue-len", "7", "--tool-call-parser", "mistral", "--request-timeout", "60"]
     process = start("--port", "0", *words)
     url, _, _ = ready(process)
     some, origin = {"Authorization": "Bearer some"}, {"Origin": "https://a.example"}

@@ -65,14 +65,14 @@ def start(script: str, *words: str) -> "subprocess.Popen[str]":
 )
 def test_a_signal_while_the_command_is_imported(module: str, words: list[str], number: int) -> None:
     with start(AT_IMPORT, module, str(number), *words) as process:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert (out, err) == ("reached\n", "")
     assert process.returncode == 128 + number
 
 
 def test_a_signal_while_the_server_is_imported() -> None:
     with start(AT_IMPORT, "vexpert.server.listen", str(signal.SIGINT), *SERVE) as process:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert out == "reached\n"
     assert "Traceback" not in err
     assert process.returncode == 0
@@ -81,7 +81,7 @@ def test_a_signal_while_the_server_is_imported() -> None:
 @pytest.mark.parametrize("number", SIGNALS)
 def test_a_signal_while_the_client_is_imported(number: int) -> None:
     with start(AT_IMPORT, "httpx", str(number), *CHAT) as process:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert (out, err) == ("reached\n", "")
     assert process.returncode == (130 if number == signal.SIGINT else -signal.SIGTERM)
 
@@ -97,7 +97,7 @@ def test_a_signal_after_a_while(words: list[str], number: int, delay: float) -> 
         time.sleep(delay)
         with contextlib.suppress(ProcessLookupError):
             process.send_signal(number)
-        _, err = process.communicate(timeout=30)
+        _, err = process.communicate(timeout=120)
     assert "Traceback" not in err
     ended = (2,) if words is CHAT else (0,)  # nobody listens there; before it was ready
     assert process.returncode in (128 + number, -signal.SIGTERM, *ended), err
@@ -117,7 +117,7 @@ with _signals_held():
 def test_no_signal_comes_amid_the_start_of_the_engine() -> None:
     """Python starts a helper with the first process, and lets signals in again behind it."""
     with start(HELD) as process:
-        out, err = process.communicate(timeout=60)
+        out, err = process.communicate(timeout=120)
     assert (out, err, process.returncode) == ("started\nsignal\n", "", 0)
 
 
@@ -148,6 +148,6 @@ sys.exit(__main__.main())
 
 def test_a_signal_while_the_interpreter_ends() -> None:
     with start(AT_END) as process:
-        out, err = process.communicate(timeout=30)
+        out, err = process.communicate(timeout=120)
     assert (process.returncode, err) == (0, "")
     assert "complete" in out.splitlines()[-1]

@@ -49,7 +49,7 @@ def test_the_quickstart(url: str) -> None:
         shell = re.sub(r"^vexpert (chat|bench serve)", rf"{program} \1 --url {url}", command)
         shell = re.sub(r"\| python ", f"| {sys.executable} ", shell.replace(ADDRESS, url))
         done = subprocess.run(
-            shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
+            shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
         )
         assert done.returncode == 0, f"{shell}\n{done.stdout}{done.stderr}"
         if shown:

@@ -16,6 +16,7 @@ from typing import Any
 import httpx
 import pytest
 from helpers_demo import expected
+from helpers_serve_held import GATE, HELD_TOKENS
 from helpers_server import wait_for
 
 import vexpert
@@ -23,9 +24,16 @@ from vexpert.demo import adapter_paths
 
 ROOT = str(Path(vexpert.__file__).parents[1])
 SCRIPT = str(Path(__file__).with_name("helpers_serve_process.py"))
-REAL, FAKE = ["-m", "vexpert"], [SCRIPT]
+HELD_SCRIPT = str(Path(__file__).with_name("helpers_serve_held.py"))
+FAKE, SLOW, HELD = [SCRIPT], [HELD_SCRIPT, "slow"], [HELD_SCRIPT, "real"]
 BASE = "vexpert-demo"
-LONG = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 240, "temperature": 0}
+LONG = {
+    "model": BASE,
+    "prompt": "x",
+    "ignore_eos": True,
+    "max_tokens": HELD_TOKENS,
+    "temperature": 0,
+}
 
 
 @dataclass
@@ -40,8 +48,14 @@ class Server:
         assert self.process.stderr is not None
         self.log.extend(self.process.stderr)  # as lines come
 
+    def engine(self) -> int:
+        """The process of its only engine, once the log has told it."""
+        wait_for(lambda: bool(self.engines()))
+        [engine] = self.engines()
+        return engine
+
     def engines(self) -> list[int]:
-        """Processes of its engines, in the order of their starts."""
+        """Processes of its engines that the log has told, in the order of their starts."""
         found = re.findall(r"the engine runs in process (\d+)", "".join(list(self.log)))
         return [int(pid) for pid in found]
 
@@ -80,8 +94,11 @@ def serving(program: list[str], *words: str) -> Iterator[Server]:
         yield server
     finally:
         process.kill()
-        process.communicate()
-        reading.join()
+        process.wait()
+        reading.join()  # it alone reads the log, to its end: that of the engines too
+        for pipe in (process.stdout, process.stderr):
+            assert pipe is not None
+            pipe.close()
 
 
 def is_gone(pid: int) -> bool:
@@ -90,8 +107,17 @@ def is_gone(pid: int) -> bool:
     return shown.stdout.strip()[:1] in ("", "Z")
 
 
-def test_a_killed_engine_fails_its_requests_at_once_and_is_started_again() -> None:
-    with serving(REAL, "--max-num-seqs", "16") as server:
+def running(server: Server) -> float:
+    """Sequences that the engine computes."""
+    page = server.get("/metrics").text
+    return sum(map(float, re.findall(r"^vllm:num_requests_running\{.*\} (.*)$", page, re.M)))
+
+
+def test_a_killed_engine_fails_its_requests_at_once_and_is_started_again(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv(GATE, str(tmp_path / "gate"))
+    with serving(HELD, "--max-num-seqs", "16") as server:
         path = str(adapter_paths()["reverse"])
         server.post("/v1/load_lora_adapter", {"lora_name": "back", "lora_path": path})
         server.post("/v1/unload_lora_adapter", {"lora_name": "shift"})
@@ -106,7 +132,8 @@ def test_a_killed_engine_fails_its_requests_at_once_and_is_started_again() -> No
         ) as stream:
             lines = stream.iter_lines()
             next(lines)
-            [engine] = server.engines()
+            wait_for(lambda: running(server) == 9)
+            engine = server.engine()
             os.kill(engine, signal.SIGKILL)
             events = [line.removeprefix("data: ") for line in lines if line]
             asking.join()
@@ -123,14 +150,15 @@ def test_a_killed_engine_fails_its_requests_at_once_and_is_started_again() -> No
         page = server.get("/metrics").text
         assert "vexpert:engine_answers 0.0" in page
         assert "vexpert:engine_restarts_total 1.0" in page
-        wait_for(lambda: server.get("/ready").status_code == 200)
+        (tmp_path / "gate").touch()
+        wait_for(lambda: server.get("/ready").status_code == 200, 240)  # it boots
         names = [entry["id"] for entry in server.get("/v1/models").json()["data"]]
         assert names == [BASE, "back", "reverse", "sort", "upper"]
         for name in ("upper", "reverse", "sort"):
             assert server.ask(name, "hello") == expected(name, "hello")
         assert server.ask("back", "hello") == "olleh"
         assert "vexpert:engine_restarts_total 1.0" in server.get("/metrics").text
-        assert len(server.engines()) == 2
+        wait_for(lambda: len(server.engines()) == 2)
         server.process.send_signal(signal.SIGTERM)
         assert server.process.wait(60) == 0
         wait_for(lambda: all(map(is_gone, server.engines())))
@@ -139,7 +167,7 @@ def test_a_killed_engine_fails_its_requests_at_once_and_is_started_again() -> No
 
 def test_without_restarts_a_kill_ends_the_server_with_the_reason() -> None:
     with serving(FAKE, "--engine-restarts", "0") as server:
-        [engine] = server.engines()
+        engine = server.engine()
         os.kill(engine, signal.SIGKILL)
         assert server.process.wait(60) == 1
     assert "ended by signal 9 (SIGKILL); the server ends" in "".join(server.log)
@@ -148,14 +176,14 @@ def test_without_restarts_a_kill_ends_the_server_with_the_reason() -> None:
 
 def test_a_killed_server_leaves_no_engine() -> None:
     with serving(FAKE) as server:
-        [engine] = server.engines()
+        engine = server.engine()
         assert not is_gone(engine)
         server.process.kill()
         wait_for(lambda: is_gone(engine))
 
 
 def test_a_signal_to_all_processes_is_the_servers_to_obey() -> None:
-    with serving(FAKE, "--shutdown-timeout", "30") as server:
+    with serving(FAKE, "--shutdown-timeout", "200") as server:
         body = LONG | {"stream": True, "max_tokens": 200}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
@@ -165,12 +193,12 @@ def test_a_signal_to_all_processes_is_the_servers_to_obey() -> None:
         assert events[-1] == "data: [DONE]"
         assert '"error"' not in "".join(events)
         assert server.process.wait(60) == 0
-        wait_for(lambda: is_gone(server.engines()[0]))
+        wait_for(lambda: is_gone(server.engine()))
 
 
 def test_at_the_deadline_what_runs_in_the_process_is_cut() -> None:
-    with serving(FAKE, "--shutdown-timeout", "0.2") as server:
-        body = LONG | {"stream": True, "max_tokens": 240}
+    with serving(SLOW, "--shutdown-timeout", "0.2") as server:
+        body = LONG | {"stream": True}
         with httpx.stream("POST", f"{server.url}/v1/completions", json=body, timeout=60) as stream:
             lines = stream.iter_lines()
             next(lines)
@@ -178,16 +206,16 @@ def test_at_the_deadline_what_runs_in_the_process_is_cut() -> None:
             events = [line.removeprefix("data: ") for line in lines if line]
         assert json.loads(events[-2])["error"]["code"] == "shutting_down"
         assert server.process.wait(60) == 0
-        wait_for(lambda: is_gone(server.engines()[0]))
+        wait_for(lambda: is_gone(server.engine()))
 
 
 def test_the_engine_ignores_signals() -> None:
     with serving(FAKE) as server:
-        [engine] = server.engines()
+        engine = server.engine()
         for number in (signal.SIGINT, signal.SIGTERM):
             os.kill(engine, number)
         assert server.ask("upper", "hello") == "HELLO"
-        assert server.engines() == [engine]
+    assert server.engines() == [engine]  # the whole log is read
 
 
 @pytest.mark.parametrize(
@@ -200,7 +228,7 @@ def test_the_engine_ignores_signals() -> None:
 def test_what_cannot_start_says_why_in_one_line(words: list[str], told: str) -> None:
     command = [sys.executable, "-m", "vexpert", "serve", "--port", "0", *words]
     done = subprocess.run(
-        command, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True, timeout=60
+        command, env=os.environ | {"PYTHONPATH": ROOT}, capture_output=True, text=True
     )
     assert done.returncode == 2
     assert done.stdout == ""

@@ -32,6 +32,8 @@ def test_experts(
 
     replayed = all_steps()
     assert [(e.is_trusted, e.program is None) for e in EXPERTS._entries.values()] == [(True, False)]
-    monkeypatch.setattr(Replays, "__call__", lambda self, owner, key, inputs, run: run())
+    monkeypatch.setattr(
+        Replays, "__call__", lambda self, owner, key, inputs, run, unsaid=None: run()
+    )
     for got, want in zip(replayed, all_steps(), strict=True):
         assert torch.equal(bits(got), bits(want))

@@ -3,6 +3,7 @@
 import asyncio
 import json
 import random
+import re
 import threading
 from itertools import accumulate
 from typing import Any
@@ -11,6 +12,7 @@ import httpx
 import openai
 import pytest
 from helpers_demo import NAMES, expected, random_words
+from helpers_server import wait_for
 
 from vexpert.demo import adapter_paths
 
@@ -131,9 +133,15 @@ def test_an_adapter_loads_answers_and_unloads(url: str) -> None:
         asyncio.run(ask_all(url, [("back", "hello")], 1))
 
 
+def running(url: str) -> float:
+    """Sequences that the engine computes."""
+    page = httpx.get(f"{url}/metrics", timeout=60).text
+    return sum(map(float, re.findall(r"^vllm:num_requests_running\{.*\} (.*)$", page, re.M)))
+
+
 def test_requests_of_an_adapter_that_has_to_end_get_503(url: str) -> None:
-    """Whole and in a stream; with 32 answers each they do not end before."""
-    body = {"model": "gone", "prompt": "x", "ignore_eos": True, "max_tokens": 100, "n": 32}
+    """Whole and in a stream; with so many answers they do not end before."""
+    body = {"model": "gone", "prompt": "x", "ignore_eos": True, "max_tokens": 400, "n": 100}
     answers: list[httpx.Response] = []
     with httpx.Client(base_url=url, timeout=60) as http:
         load = {"lora_name": "gone", "lora_path": str(adapter_paths()["upper"])}
@@ -145,6 +153,7 @@ def test_requests_of_an_adapter_that_has_to_end_get_503(url: str) -> None:
         with http.stream("POST", "/v1/completions", json=body | {"stream": True}) as stream:
             lines = stream.iter_lines()
             next(lines)
+            wait_for(lambda: running(url) == 200)  # both
             end = {"lora_name": "gone", "lora_int_id": 7, "drain_seconds": 0}
             assert http.post("/v1/unload_lora_adapter", json=end).status_code == 200
             events = [line.removeprefix("data: ") for line in lines if line]

@@ -7,11 +7,12 @@ from typing import Any
 
 import pytest
 
-from vexpert.engine.grammar import compile_text, new_compiler
+from vexpert.engine.grammar import Compilers, compile_text
 from vexpert.engine.json_form import compiled_form
 from vexpert.engine.json_schema import check_schema
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, enforceable
-from vexpert.server.tools.formats import FORMATS, calls_constraint
+from vexpert.server.tools.formats import FORMATS
+from vexpert.server.tools.tags import calls_constraint
 
 xgrammar = pytest.importorskip("xgrammar")
 jsonschema_rs = pytest.importorskip("jsonschema_rs")
@@ -164,7 +165,7 @@ def grammars(compiler: Any) -> Iterator[tuple[str, Any, str]]:
     """(name, compiled grammar, text around a document) of all ways to an object."""
     for kind, text in (("json_object", '{"type":"object"}'), ("json", json.dumps(ANY_OBJECT))):
         yield kind, compile_text(compiler, kind, text, True, False), "%s"
-    tools = [{"name": "f", "parameters": enforceable(ANY_OBJECT, "tools")}]
+    tools = [{"name": "f", "parameters": enforceable(ANY_OBJECT, "tools")[0]}]
     for form in FORMATS.values():
         tag = calls_constraint(form, tools, single=False)
         compiled = compile_text(compiler, "structural_tag", tag, True, False)
@@ -173,7 +174,7 @@ def grammars(compiler: Any) -> Iterator[tuple[str, Any, str]]:
 
 def test_white_space_is_bounded_between_all_parts() -> None:
     pieces = [bytes([byte]) for byte in range(256)] + [b""]
-    compiler = new_compiler(pieces, [256])
+    compiler = Compilers(pieces, [256]).get(False)
 
     def accepts(compiled: Any, text: str) -> bool:
         matcher = xgrammar.GrammarMatcher(compiled)

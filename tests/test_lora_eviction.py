@@ -1,6 +1,8 @@
 """Who leaves memory for whom: the rules alone, without an arena, files or threads."""
 
 from collections.abc import Iterable
+from dataclasses import replace
+from pathlib import Path
 from random import Random
 
 import pytest
@@ -37,6 +39,8 @@ def version(nbytes: int = 10, is_pinned: bool = False, holds: int = 0) -> Versio
 
 
 def enter(policy: DevicePolicy, slot: int, made: Version) -> Version:
+    if made.is_pinned:
+        assert policy.pin(made, made.life.host_bytes)
     made.life.begin_copy()
     made.life.end_copy(slot, made.life.host_bytes)
     policy.enter(made)
@@ -84,10 +88,66 @@ def test_pinned_adapters_never_leave() -> None:
     policy = device([version(is_pinned=True), version()])
     assert policy.victims(10, FULL) == (1,)
     assert policy.victims(20, FULL) is None
-    pinned = policy.in_slot[0]
-    assert policy.beside_pinned() == (Room(10, 1), [pinned.ref.name])
+    pinned, other = policy.in_slot.values()
+    assert policy.beside_pinned(other) == (Room(10, 1), {pinned.ref.name: 10})
+    assert policy.beside_pinned(pinned) == (Room(20, 2), {})
     pinned.life.is_retired = True  # it leaves with its last request
-    assert policy.beside_pinned() == (Room(20, 2), [])
+    policy.unpin(pinned)
+    assert policy.beside_pinned(other) == (Room(20, 2), {})
+    policy.check_integrity()
+
+
+def named(name: str, number: int, nbytes: int = 10) -> Version:
+    return replace(version(nbytes, is_pinned=True), ref=AdapterRef(name, number))
+
+
+def test_pinned_adapters_have_room_before_they_are_there() -> None:
+    policy = DevicePolicy(30, 2)
+    old, other, third = named("a", 1), named("b", 2), named("c", 3)
+    assert policy.pin(old, 10)
+    assert policy.pin(other, 10)
+    assert not policy.pin(third, 1)  # no slot
+    assert not policy.pin(old, 21)
+    assert policy.beside_pinned(third) == (Room(10, 0), {"a": 10, "b": 10})
+    new = named("a", 4)
+    assert not policy.pin(new, 21)
+    assert policy.pin(new, 20)  # in place of the old one
+    assert policy.beside_pinned(third) == (Room(0, 0), {"a": 20, "b": 10})
+    assert policy.beside_pinned(old) == (Room(0, 0), {"a": 20, "b": 10})  # it waits for the new one
+    policy.unpin(new)
+    assert policy.beside_pinned(third) == (Room(10, 0), {"a": 10, "b": 10})
+    policy.check_integrity()
+
+
+def test_what_is_being_read_is_not_counted_where_only_what_was_read_is() -> None:
+    policy = DevicePolicy(30, 3)
+    coming = Version(AdapterRef("a", 1), Source(Path("a")), is_pinned=True)
+    assert policy.pin(coming, 0)  # its size is not known
+    assert policy.pin(named("b", 2), 10)
+    assert policy.beside_pinned(version()) == (Room(20, 1), {"a": 0, "b": 10})
+    assert policy.beside_pinned(version(), read_only=True) == (Room(20, 2), {"b": 10})
+
+
+def test_pinned_adapters_never_have_more_room_than_there_is() -> None:
+    """Against a plain account, with versions that come and go in any order."""
+    random = Random(5)
+    policy, account = DevicePolicy(50, 4), dict[Version, int]()
+    refused = 0
+    for number in range(2000):
+        made, nbytes = named(random.choice("abcdef"), number), random.randint(1, 25)
+        if account and random.random() < 0.45:
+            gone = random.choice(list(account))
+            policy.unpin(gone)
+            del account[gone]
+        others = {v.ref.name for v in account} - {made.ref.name}
+        largest = [max(n for v, n in account.items() if v.ref.name == name) for name in others]
+        fits = sum(largest) + nbytes <= 50 and len(others) < 4
+        assert policy.pin(made, nbytes) == fits
+        if fits:
+            account[made] = nbytes
+        refused += not fits
+        policy.check_integrity()
+    assert 200 < refused < 1800
 
 
 def test_what_has_come_stays_for_a_step_or_until_it_was_used() -> None:
@@ -121,16 +181,29 @@ def test_evictions_are_counted_and_removals_are_not() -> None:
     assert first.life.state is second.life.state is State.HOST
 
 
-@pytest.mark.parametrize("fault", ["lost", "moved", "claimed"])
+@pytest.mark.parametrize(
+    "fault", ["lost", "moved", "claimed", "no room", "leaves", "failed", "not pinned", "too much"]
+)
 def test_device_integrity_check_sees_planted_faults(fault: str) -> None:
-    policy = device([version(), version()])
+    policy = device([version(), version(), version(is_pinned=True)])
     policy.check_integrity()
+    pinned = policy.in_slot[2]
     if fault == "lost":
         policy._idle.pop(0)
     elif fault == "moved":
         policy.in_slot[0].life.slot = 1
-    else:
+    elif fault == "claimed":
         policy._claims.add(5)
+    elif fault == "no room":
+        policy.unpin(pinned)
+    elif fault == "leaves":
+        pinned.life.is_retired = True
+    elif fault == "failed":
+        pinned.life.error = "broken"
+    elif fault == "not pinned":
+        policy._pinned[policy.in_slot[0]] = 0
+    else:
+        policy._pinned[pinned] = 31
     with pytest.raises(AssertionError):
         policy.check_integrity()
 

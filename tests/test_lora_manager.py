@@ -20,6 +20,7 @@ from vexpert.lora.types import AdapterRef, AdapterWeights, LoraState, TargetMap,
 
 CPU = torch.device("cpu")
 TARGETS = tiny_targets()
+LARGE = 100  # seeds from here on are of adapters of more bytes
 
 
 class FileReader:
@@ -48,7 +49,7 @@ class FileReader:
 def weights_of(seed: int) -> AdapterWeights:
     if seed < 0:
         raise AdapterError(f"seed {seed} is bad")
-    return adapter(TARGETS, seed, rank=2, paths=("q", "experts"))
+    return adapter(TARGETS, seed, rank=2 if seed < LARGE else 6, paths=("q", "experts"))
 
 
 def folder(tmp_path: Path, name: str, seed: int) -> Path:
@@ -104,6 +105,14 @@ def wait_until(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < deadline, "waited for 60 s"
         time.sleep(0.001)
+
+
+def wait_for_later_times(tmp_path: Path) -> None:
+    """Until what is written has a later time than what was: file systems count in hundredths."""
+    clock = tmp_path / "clock"
+    clock.touch()
+    first = clock.stat().st_mtime_ns
+    wait_until(lambda: (clock.touch(), clock.stat().st_mtime_ns > first)[1])
 
 
 def finish(manager: AdapterManager, ref: AdapterRef) -> None:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from test_lora_manager import wait_for_later_times
 
 from vexpert.demo import adapter_paths
 from vexpert.errors import AdapterError
@@ -65,6 +66,7 @@ def test_files_written_again_with_their_size_and_time(tmp_path: Path) -> None:
     path = tmp_path / SAFETENSORS
     path.write_bytes(b"1234")
     before, stat = observe(tmp_path), path.stat()
+    wait_for_later_times(tmp_path)
     path.write_bytes(b"5678")
     os.utime(path, ns=(stat.st_atime_ns, stat.st_mtime_ns))
     assert observe(tmp_path) != before

@@ -101,6 +101,8 @@ def test_a_mixed_batch_equals_merged_models(
         max_num_batched_tokens=24,
         block_size=4,
         kv_cache_memory=1 << 20,
+        lora_memory=1 << 26,
+        lora_host_memory=1 << 26,
         lora_use_virtual_experts=virtual_experts,
     )
     for name in ("one", "two"):

@@ -11,7 +11,6 @@ from io import StringIO
 from pathlib import Path
 
 import pytest
-from helpers_serve import free_port
 
 ROOT = Path(__file__).parent.parent
 TEXT = (ROOT / "README.md").read_text()
@@ -31,12 +30,11 @@ ALL_COMMANDS = [command for block in CONSOLE for command in commands(block)]
 
 @pytest.fixture(scope="module")
 def port() -> Iterator[int]:
-    """`make serve`, as the README says, on a free port."""
+    """`make serve`, as the README says, on a port of the system's choice."""
     if not (ROOT / ".venv" / "bin" / "vexpert").exists():
         pytest.skip("needs `make install` in this checkout")
-    number = free_port()
     process = subprocess.Popen(
-        ["make", "serve", f"ARGS=--port {number}"],
+        ["make", "serve", "ARGS=--port 0"],
         cwd=ROOT,
         stdout=subprocess.PIPE,
         text=True,
@@ -44,10 +42,14 @@ def port() -> Iterator[int]:
     )
     assert process.stdout is not None
     ready = next((line for line in process.stdout if line.startswith("vexpert ready: ")), "")
-    assert ready.replace(str(number), "8000") in TEXT
-    yield number
-    os.killpg(process.pid, 15)
-    process.communicate(timeout=60)
+    try:
+        found = re.match(r"vexpert ready: http://127\.0\.0\.1:(\d+) ", ready)
+        assert found, "the server did not start"
+        assert ready.replace(found[1], "8000") in TEXT
+        yield int(found[1])
+    finally:
+        os.killpg(process.pid, 15)
+        process.communicate(timeout=120)
 
 
 def run(command: str, port: int) -> str:
@@ -55,7 +57,7 @@ def run(command: str, port: int) -> str:
     if shell.split()[:2] == [".venv/bin/vexpert", "chat"]:
         shell = shell.split("#")[0] + f" --url http://127.0.0.1:{port}"
     done = subprocess.run(
-        shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=120, check=False
+        shell, shell=True, cwd=ROOT, capture_output=True, text=True, timeout=240, check=False
     )
     assert done.returncode == 0, f"{shell}\n{done.stdout}{done.stderr}"
     return done.stdout
@@ -108,11 +110,11 @@ def test_serving_ones_own_model_and_adapters(tmp_path: Path, port: int) -> None:
         load = next(c for c in ALL_COMMANDS if "load_lora_adapter" in c)
         shell = load.replace("http://127.0.0.1:8000", url).replace("path/to", str(tmp_path))
         done = subprocess.run(
-            shell, shell=True, capture_output=True, text=True, timeout=60, check=True
+            shell, shell=True, capture_output=True, text=True, timeout=240, check=True
         )
         assert "legal" in done.stdout
         asked = [sys.executable, "-m", "vexpert", "chat", "--url", url, "--compare", "hello"]
-        answers = subprocess.run(asked, capture_output=True, text=True, timeout=60, check=True)
+        answers = subprocess.run(asked, capture_output=True, text=True, timeout=240, check=True)
     lines = dict(line.split("\t") for line in answers.stdout.splitlines())
     assert lines["billing"] == "HELLO"
     assert lines["support"] == "olleh"

@@ -113,12 +113,13 @@ NO_OPTIONS = {"lora_B_layout": None, "load_inplace": False}
 def test_a_load_that_hangs_holds_up_no_other(
     fake: FakeEngine, fake_server: RunningServer, folder: str
 ) -> None:
-    go = threading.Event()
-    fake.before_load["stuck"] = go.wait
+    go, begun = threading.Event(), threading.Event()
+    fake.before_load["stuck"] = lambda: (begun.set(), go.wait(60))
     body = {"lora_name": "stuck", "lora_path": folder}
     stuck = threading.Thread(target=load, args=(fake_server,), kwargs=body)
     stuck.start()
     try:
+        assert begun.wait(60)
         assert load(fake_server, lora_name="new", lora_path=folder)[0] == 200
         assert fake_server.ask("new", "hello") == "hello"
         assert fake_server.get("/v1/models/stuck").status_code == 404

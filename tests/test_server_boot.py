@@ -17,7 +17,7 @@ from test_engine_process import ROOT, SCRIPT, is_gone
 
 from vexpert.cli.boot import Boot, EngineEnded, Stopped
 
-SECONDS = 60  # that the fake engine takes to start
+SECONDS = 240  # that the fake engine takes to start
 SLOW = ["--max-loras", str(SECONDS)]
 
 
@@ -89,7 +89,7 @@ def swallow(kind: type[BaseException], cause: Callable[[], None]) -> None:
     """As a library does that tries an import."""
     try:
         cause()
-        time.sleep(5)
+        time.sleep(60)
     except kind:
         return
     raise AssertionError("was not interrupted")
@@ -111,6 +111,34 @@ def test_what_a_library_swallows_is_raised_again() -> None:
         with pytest.raises(Stopped):
             boot.check()
     assert [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)] == before
+
+
+def leave_as_it_ends(engine: Waited, telling: threading.Event) -> None:
+    with Boot() as boot, boot.watching(engine):
+        engine.ended.set()
+        assert telling.wait(60)
+
+
+def test_no_signal_comes_once_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the thread that sends it is held up, and the engine ends as it is ready."""
+    engine, telling, stray = Waited(), threading.Event(), list[int]()
+    kill, others = signal.pthread_kill, set(threading.enumerate())
+
+    def late(*arguments: int) -> None:
+        telling.set()
+        time.sleep(0.3)
+        kill(*arguments)
+
+    monkeypatch.setattr(signal, "pthread_kill", late)
+    before = signal.signal(signal.SIGTERM, lambda number, frame: stray.append(number))
+    try:
+        with pytest.raises(EngineEnded):
+            leave_as_it_ends(engine, telling)
+        for thread in set(threading.enumerate()) - others:
+            thread.join(60)
+    finally:
+        signal.signal(signal.SIGTERM, before)
+    assert not stray
 
 
 def make_another(kind: type[BaseException], cause: Callable[[], None]) -> None:

@@ -15,15 +15,18 @@ pytest_plugins = ["helpers_server_fixtures"]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 
+HELD_AT = 3  # tokens: a request that has so many stands still until its client leaves
+
+
 def endless(path: str, **fields: Any) -> dict[str, Any]:
-    """A request that would run for a long time."""
+    """A request of more tokens than HELD_AT."""
     words = {"messages": [{"role": "user", "content": "x"}]} if path == CHAT else {"prompt": "x"}
     return {"model": "upper", "ignore_eos": True, "max_tokens": 200, **words, **fields}
 
 
 @pytest.mark.parametrize("path", [CHAT, TEXT])
 def test_leaving_a_stream_aborts(fake: FakeEngine, fake_server: RunningServer, path: str) -> None:
-    fake.step_seconds = 0.02
+    fake.held_at = HELD_AT
     with fake_server.http.stream("POST", path, json=endless(path, stream=True)) as response:
         lines = response.iter_lines()  # dropped, it would close the response
         first = next(lines)
@@ -31,7 +34,7 @@ def test_leaving_a_stream_aborts(fake: FakeEngine, fake_server: RunningServer, p
         assert len(fake.requests) == 1
     wait_for(lambda: not fake.requests)
     assert len(fake.aborted) == 1
-    fake.step_seconds = 0.0
+    fake.held_at = None
     assert fake_server.ask(BASE, "hello") == "hello"
 
 
@@ -39,7 +42,7 @@ def test_leaving_a_stream_aborts(fake: FakeEngine, fake_server: RunningServer, p
 def test_leaving_before_a_whole_answer_aborts(
     fake: FakeEngine, fake_server: RunningServer, path: str
 ) -> None:
-    fake.step_seconds = 0.02
+    fake.held_at = HELD_AT
     with connect(fake_server.url) as client:
         client.sendall(request_bytes(endless(path), path))
         wait_for(lambda: len(fake.requests) == 1)
@@ -50,7 +53,7 @@ def test_leaving_before_a_whole_answer_aborts(
 def test_leaving_aborts_every_prompt_of_a_request(
     fake: FakeEngine, fake_server: RunningServer
 ) -> None:
-    fake.step_seconds = 0.02
+    fake.held_at = HELD_AT
     body = endless(TEXT, prompt=["a", "b", "c"], stream=True)
     with fake_server.http.stream("POST", TEXT, json=body) as response:
         lines = response.iter_lines()

@@ -64,8 +64,10 @@ def test_updates_are_what_is_new(run: Run[Any]) -> None:
 def test_a_whole_answer_is_one_update(run: Run[Any]) -> None:
     async def scenario(engine: AsyncEngine) -> Any:
         params = SamplingParams(max_tokens=9, ignore_eos=True, n=2)
-        sink = await submit(engine, "a", every_step=False, params=params)
+        adding = asyncio.ensure_future(submit(engine, "a", every_step=False, params=params))
+        await asyncio.sleep(0)  # on its way
         assert engine.num_sequences == 2
+        sink = await adding
         await until(lambda: sink)
         assert engine.num_sequences == 0
         return sink
@@ -308,7 +310,7 @@ def test_an_engine_failure_is_told_to_all_and_ends_service(
     ended = threading.Event()
     fake_server.app.state.service.engine.on_failure = ended.set
     assert "vexpert:engine_answers 1.0" in fake_server.get("/metrics").text
-    fake.step_seconds = 0.02
+    fake.held_at = 3  # both requests run until the engine fails
     body = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 200}
     answers: list[Any] = []
     waiting = threading.Thread(

@@ -82,7 +82,7 @@ def test_a_prompt_that_was_left_before_its_turn_counts_nowhere() -> None:
 
 
 def test_running_adapters_and_aborts_show(fake: FakeEngine, fake_server: RunningServer) -> None:
-    fake.step_seconds = 0.02
+    fake.held_at = 3  # it runs until its client leaves
     body = {"model": "upper", "prompt": "x", "ignore_eos": True, "max_tokens": 200, "stream": True}
     with fake_server.http.stream("POST", "/v1/completions", json=body) as response:
         lines = response.iter_lines()  # dropped, it would close the response

@@ -7,6 +7,7 @@ import httpx
 import pytest
 from helpers_engine_thread import EngineThread
 from helpers_server import BASE, FakeEngine
+from test_server_shutdown import patient
 
 from vexpert.server.app import create_app
 from vexpert.server.listen import bind, url_of
@@ -27,7 +28,7 @@ def test_a_failed_engine_ends_the_server_with_1(fake: FakeEngine) -> None:
         answers.append(httpx.post(url, json=body, timeout=60))
 
     asking = threading.Thread(target=ask)
-    with bind("127.0.0.1", 0) as bound:
+    with patient(), bind("127.0.0.1", 0) as bound:
         assert run(app, bound, on_ready=asking.start) == 1
     asking.join()
     assert answers[0].status_code == 503
@@ -36,7 +37,7 @@ def test_a_failed_engine_ends_the_server_with_1(fake: FakeEngine) -> None:
 
 def test_a_socket_does_not_listen_before_it_is_served() -> None:
     with bind("127.0.0.1", 0) as bound, pytest.raises(ConnectionRefusedError):
-        socket.create_connection(bound.getsockname(), timeout=1)
+        socket.create_connection(bound.getsockname(), timeout=60)
 
 
 @pytest.mark.parametrize(("host", "shown"), [("0.0.0.0", "0.0.0.0"), ("::1", "[::1]")])

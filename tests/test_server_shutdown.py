@@ -1,13 +1,16 @@
 """A signal: accepted requests end well or are told, new ones get 503, the exit code is 0."""
 
 import asyncio
+import contextlib
 import json
 import os
 import signal
 import socket
 import threading
+from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
+from unittest import mock
 
 import httpx
 import pytest
@@ -15,12 +18,25 @@ from helpers_engine_thread import EngineThread
 from helpers_raw_http import request_bytes
 from helpers_server import BASE, FakeEngine, make_fake_engine, wait_for
 
+from vexpert.server import run as run_module
 from vexpert.server.app import create_app
 from vexpert.server.listen import bind, url_of
 from vexpert.server.options import ServerOptions
 from vexpert.server.run import run
 
 BODY: dict[str, Any] = {"model": BASE, "prompt": "x", "ignore_eos": True}
+PATIENCE = {"CLOSE_SECONDS": 60, "HURRIED_SECONDS": 60.0, "LAST_RESORT_SECONDS": 120.0}
+
+
+@contextlib.contextmanager
+def patient() -> Iterator[None]:
+    """A server that nobody hurries, and a process that a late signal does not end."""
+    before = signal.signal(signal.SIGTERM, lambda number, frame: None)
+    try:
+        with mock.patch.multiple(run_module, **PATIENCE):
+            yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
 
 
 def drained(engine: FakeEngine, seconds: float, work: Any, **more: Any) -> int:
@@ -37,10 +53,12 @@ def drained(engine: FakeEngine, seconds: float, work: Any, **more: Any) -> int:
             os.kill(os.getpid(), signal.SIGTERM)
 
     beside = threading.Thread(target=guarded)
-    with bind("127.0.0.1", 0) as bound:
-        url = url_of(bound, "127.0.0.1")
-        code = run(app, bound, on_ready=beside.start)
-    beside.join(60)
+    with patient():
+        with bind("127.0.0.1", 0) as bound:
+            url = url_of(bound, "127.0.0.1")
+            code = run(app, bound, on_ready=beside.start)
+        beside.join(60)
+    assert not beside.is_alive()
     if failures:
         raise failures[0]
     return code
@@ -53,7 +71,7 @@ def end() -> None:
 def test_a_request_on_its_way_at_the_signal_gets_503() -> None:
     app = create_app(EngineThread(make_fake_engine()), ServerOptions((BASE,), status_interval=None))
     late: list[socket.socket] = []
-    with bind("127.0.0.1", 0) as bound:
+    with patient(), bind("127.0.0.1", 0) as bound:
 
         def send() -> None:
             late.append(socket.create_connection(bound.getsockname()))
@@ -65,13 +83,13 @@ def test_a_request_on_its_way_at_the_signal_gets_503() -> None:
 
         assert run(app, bound, on_ready) == 0
     with late[0]:
-        late[0].settimeout(10)
+        late[0].settimeout(60)
         assert late[0].recv(2**16).startswith(b"HTTP/1.1 503 ")
 
 
 def test_under_load_accepted_requests_finish_and_new_ones_get_503() -> None:
     engine = make_fake_engine()
-    engine.step_seconds = 0.2  # until everything is seen that is to be seen before their end
+    engine.held_at = 3  # until everything is seen that is to be seen before their end
 
     def work(url: str) -> None:
         with ThreadPoolExecutor(24) as pool, httpx.Client(timeout=60) as client:
@@ -97,7 +115,7 @@ def test_under_load_accepted_requests_finish_and_new_ones_get_503() -> None:
             assert refused.headers["retry-after"]
             assert refused.json()["error"]["code"] == "shutting_down"
             assert httpx.get(f"{url}/health", timeout=60).status_code == 200  # alive, not ready
-            engine.step_seconds = 0.002
+            engine.held_at = None
             for i, answer in enumerate(future.result() for future in whole):
                 assert answer.status_code == 200
                 assert answer.json()["usage"]["completion_tokens"] == 60 + i
@@ -112,7 +130,7 @@ def test_under_load_accepted_requests_finish_and_new_ones_get_503() -> None:
 @pytest.mark.parametrize("second_signal", [False, True])
 def test_at_the_deadline_running_requests_are_told(second_signal: bool) -> None:
     engine = make_fake_engine()
-    engine.step_seconds = 0.05
+    engine.held_at = 3
 
     def work(url: str) -> None:
         body = BODY | {"max_tokens": 200}

@@ -162,9 +162,22 @@ def test_the_choice_decides_tools_and_constraint(
     assert [tool["function"]["name"] for tool in shown] == names
     assert prompt.endswith("<tool_call>\n") == is_forced
     constraint = fake.engine.submitted[-1].constraint
-    assert (constraint is not None) == is_forced
+    assert (constraint is not None) == (choice != "none")
     if constraint is not None:
+        assert ('"dispatch"' in constraint.text) != is_forced  # of words, in which calls may be
+        assert constraint.special_tokens != is_forced
+        assert constraint.size < 16  # so small that it is tried in no other process first
         assert all(f'"name\\": \\"{name}\\"' in constraint.text for name in names)
+
+
+def test_without_a_strict_tool_words_are_free(fake: RunningServer) -> None:
+    loose = [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}]
+    assert ask(fake, "x", tools=loose).status_code == 200
+    assert fake.engine.submitted[-1].constraint is None
+    mode = {"mode": "auto", "tools": [{"type": "function", "function": {"name": "now"}}]}
+    choice = {"type": "allowed_tools", "allowed_tools": mode}
+    assert ask(fake, "x", tool_choice=choice).status_code == 200  # the strict one is not among them
+    assert fake.engine.submitted[-1].constraint is None
 
 
 def test_without_parallel_calls_only_the_first_counts(fake: RunningServer) -> None:
@@ -204,6 +217,18 @@ def test_without_parallel_calls_only_the_first_counts(fake: RunningServer) -> No
             },
             "tools",
             "'not' cannot be enforced",
+        ),
+        (
+            {
+                "tools": [
+                    {
+                        "type": "function",
+                        "function": {"name": "f", "strict": True, "parameters": {"not": {}}},
+                    }
+                ],
+            },
+            "tools",
+            "'not' cannot be enforced; leave it out (parameters of 'f')",
         ),
         (
             {
@@ -316,6 +341,25 @@ def test_forced_calls_of_a_real_model_keep_to_the_schema(
             complete += 1
             assert set(json.loads(arguments)) <= {"city"}
     assert complete >= 3
+
+
+@pytest.mark.parametrize("strict", [True, False])
+def test_a_call_that_a_model_chose_keeps_to_a_strict_schema(demo_engine: Any, strict: bool) -> None:
+    """It is pushed to open one: left to itself, one that was not trained to call does not."""
+    options = ServerOptions((BASE,), tool_call_parser="llama3_json", status_interval=None)
+    brace = demo_engine.tokenizer.convert_tokens_to_ids("{")
+    tools = [{"type": "function", "function": {**TOOLS[0]["function"], "strict": strict}}]
+    with serving(demo_engine, options) as running:
+        fields = {"tools": tools, "logit_bias": {str(brace): 60}, "max_tokens": 80, "n": 5}
+        choices = ask(running, "hello", **fields).json()["choices"]
+    calls = [call for choice in choices for call in choice["message"].get("tool_calls", [])]
+    assert bool(calls) == strict
+    complete = [c for c in calls if c["function"]["arguments"].endswith("}")]
+    assert len(complete) >= 3 * strict
+    for call in complete:
+        found = json.loads(call["function"]["arguments"])
+        assert set(found) <= {"city"}
+        assert len(found.get("city", "")) <= 6
 
 
 def test_a_required_choice_calls_any_of_the_tools(demo_server: RunningServer) -> None:

@@ -72,7 +72,8 @@ def test_each_request_is_a_span() -> None:
             server.post("/v1/chat/completions", json={"model": BASE, "stream": True, **chat})
             assert server.post("/v1/completions", json={**body, "model": "no"}).status_code == 404
     assert [span.name for span in spans] == ["llm_request"] * 3
-    plain, streamed, refused = spans
+    # They come in the order of their ends, each of which is beside the next request's begin.
+    plain, streamed, refused = sorted(spans, key=lambda span: span.start_time_unix_nano)
     assert plain.trace_id.hex() == PARENT.split("-")[1]
     assert plain.parent_span_id.hex() == PARENT.split("-")[2]
     found = attributes(plain)

@@ -1,7 +1,7 @@
 """Engine options: one frozen dataclass, used by Python callers and by the command line alike.
 
-Field metadata drives the command line: `help`, `group`, `choices`; the server's options have more
-of it. A bool becomes `--name / --no-name`; an underscore becomes a dash.
+Field metadata drives the command line and the checks, of the server's options too. A bool becomes
+`--name / --no-name`; an underscore becomes a dash.
 """
 
 import dataclasses
@@ -34,27 +34,54 @@ def option(
 ) -> Any:
     """A dataclass field that the command line can show; without a `group` it does not.
 
-    More: `flag`, where it is not the field's name; `metavar`; `switch`, the value that the flag
-    alone sets.
+    More: `bounds`, the least and the largest number; `may_be_empty`, whether an empty text says
+    something; `secret`, whether no message may show it (its texts are checked elsewhere); `flag`,
+    where it is not the field's name; `metavar`; `switch`, the value that the flag alone sets.
     """
     metadata = {"help": help, "group": group, "choices": choices, **more}
-    assert more.keys() <= {"flag", "metavar", "switch"}
+    assert more.keys() <= {"bounds", "may_be_empty", "secret", "flag", "metavar", "switch"}
     return field(default=default, metadata=metadata)
 
 
-def _check_type(name: str, value: object, kind: Any) -> None:
+def check_options(options: Any) -> None:
+    """Raise ConfigError for a dataclass's field of another type, or not as its `option` says."""
+    for spec in dataclasses.fields(options):
+        value, more = getattr(options, spec.name), spec.metadata
+        told = f"{spec.name}={'(not shown)' if more.get('secret') else shown(value)}"
+        _check_type(told, value, spec.type)
+        if value is None:
+            continue
+        if (choices := more.get("choices")) and value not in choices:
+            raise ConfigError(f"{told}: use one of {', '.join(choices)}")
+        if (bounds := more.get("bounds")) and not bounds[0] <= value <= bounds[1]:
+            kind = "an integer" if isinstance(bounds[0], int) else "a number"
+            raise ConfigError(f"{told}: use {kind} from {bounds[0]} to {bounds[1]}")
+        if not (more.get("may_be_empty") or more.get("secret")):
+            _check_texts(told, value)
+
+
+def _check_texts(told: str, value: object) -> None:
+    """Raise ConfigError for a text, or one of several, that says nothing or that no file has."""
+    for text in value if isinstance(value, tuple) else (value,):
+        if isinstance(text, str) and not text.strip():
+            raise ConfigError(f"{told}: is empty; give a text, or leave the option out")
+        if isinstance(text, str) and "\0" in text:
+            raise ConfigError(f"{told}: has a zero character in it; leave that out")
+
+
+def _check_type(told: str, value: object, kind: Any) -> None:
     if get_origin(kind) is tuple:
         if not isinstance(value, tuple) or not all(isinstance(each, str) for each in value):
-            raise ConfigError(f"{name}={shown(value)}: must be a tuple of str")
+            raise ConfigError(f"{told}: must be a tuple of str")
         return
-    kinds = get_args(kind) or (kind,)
+    kinds = (dict,) if get_origin(kind) is dict else get_args(kind) or (kind,)
     if isinstance(value, bool):
         ok = bool in kinds
     else:
         ok = isinstance(value, kinds) or (float in kinds and isinstance(value, int))
     if not ok:
         wanted = " or ".join("None" if each is NoneType else each.__name__ for each in kinds)
-        raise ConfigError(f"{name}={shown(value)}: must be {wanted}")
+        raise ConfigError(f"{told}: must be {wanted}")
 
 
 @contextmanager
@@ -69,30 +96,19 @@ def allocating(what: str, remedy: str) -> Iterator[None]:
 
 # On a GPU a step of some thousand tokens costs the host what a step of few costs.
 TOKENS_PER_STEP = {"cpu": 2048, "cuda": 8192}
-_COUNT = (1, 2**31 - 1)
-_BYTES = (0, 2**63 - 1)
-_RANGES = {
-    "seed": (-(2**63), 2**64 - 1),
-    "max_model_len": _COUNT,
-    "block_size": _COUNT,
-    "kv_cache_memory": _BYTES,
-    "max_num_seqs": _COUNT,
-    "max_num_batched_tokens": _COUNT,
-    "max_loras": _COUNT,
-    "max_lora_rank": _COUNT,
-    "max_cpu_loras": (0, 2**31 - 1),
-    "lora_memory": _BYTES,
-    "lora_host_memory": _BYTES,
-    "lora_readers": (0, 64),
-    "max_requests_per_lora": _COUNT,
-}
+# Bounds of numbers, both included.
+COUNT = (1, 2**31 - 1)
+COUNT_OR_NONE = (0, 2**31 - 1)
+BYTES = (0, 2**63 - 1)
 
 
 @dataclass(frozen=True)
 class EngineConfig:
     """Everything that shapes an engine. Bytes are integers; `None` means: decided at boot."""
 
-    model: str = option("", "folder or Hugging Face name; empty: the bundled demo model", "model")
+    model: str = option(
+        "", "folder or Hugging Face name; empty: the bundled demo model", "model", may_be_empty=True
+    )
     tokenizer: str | None = option(None, "folder or name, if not the model's own", "model")
     dtype: str = option(
         "auto", "weights and activations; auto: as the checkpoint says", "model", DTYPES
@@ -101,21 +117,30 @@ class EngineConfig:
     load_format: str = option(
         "auto", "dummy: random weights", "model", ("auto", "safetensors", "dummy")
     )
-    seed: int = option(0, "seed of the sampler's default generator and of dummy weights", "model")
-    max_model_len: int | None = option(None, "longest prompt plus output, in tokens", "model")
-    tensor_parallel_size: int = option(1, "devices; only 1 for now", "model")
-    trust_remote_code: bool = option(False, "run Python code that a checkpoint ships", "model")
-    block_size: int = option(16, "tokens per KV block", "cache")
-    kv_cache_memory: int | None = option(
-        None, "bytes for the KV cache; default: from free memory", "cache"
+    seed: int = option(
+        0,
+        "seed of the sampler's default generator and of dummy weights",
+        "model",
+        bounds=(-(2**63), 2**64 - 1),
     )
-    gpu_memory_utilization: float = option(0.9, "share of device memory to use in all", "cache")
+    max_model_len: int | None = option(
+        None, "longest prompt plus output, in tokens", "model", bounds=COUNT
+    )
+    tensor_parallel_size: int = option(1, "devices; only 1 for now", "model", bounds=COUNT)
+    trust_remote_code: bool = option(False, "run Python code that a checkpoint ships", "model")
+    block_size: int = option(16, "tokens per KV block", "cache", bounds=COUNT)
+    kv_cache_memory: int | None = option(
+        None, "bytes for the KV cache; default: from free memory", "cache", bounds=BYTES
+    )
+    gpu_memory_utilization: float = option(
+        0.9, "share of device memory to use in all", "cache", bounds=(0.0, 1.0)
+    )
     enable_prefix_caching: bool = option(
         True, "reuse KV blocks of equal prefixes of one adapter", "cache"
     )
-    max_num_seqs: int = option(256, "requests in one step", "scheduler")
+    max_num_seqs: int = option(256, "requests in one step", "scheduler", bounds=COUNT)
     max_num_batched_tokens: int | None = option(
-        None, "tokens in one step; default: 8192 on a GPU, 2048 on a CPU", "scheduler"
+        None, "tokens in one step; default: 8192 on a GPU, 2048 on a CPU", "scheduler", bounds=COUNT
     )
     enforce_eager: bool = option(False, "no CUDA graphs", "scheduler")
     warm_up: str = option(
@@ -135,27 +160,38 @@ class EngineConfig:
     )
     enable_lora: bool = option(True, "serve adapters", "lora")
     max_loras: int | None = option(
-        None, "most adapters on the device; default: as many as lora_memory holds", "lora"
+        None,
+        "most adapters on the device; default: as many as lora_memory holds",
+        "lora",
+        bounds=COUNT,
     )
-    max_lora_rank: int = option(64, "largest rank accepted", "lora")
+    max_lora_rank: int = option(64, "largest rank accepted", "lora", bounds=COUNT)
     max_cpu_loras: int | None = option(
-        None, "most adapters in host memory; default: as many as lora_host_memory holds", "lora"
+        None,
+        "most adapters in host memory; default: as many as lora_host_memory holds",
+        "lora",
+        bounds=COUNT_OR_NONE,
     )
     lora_memory: int | None = option(
-        None, "bytes for adapters on the device; default: 20% of free memory", "lora"
+        None, "bytes for adapters on the device; default: 20% of free memory", "lora", bounds=BYTES
     )
     lora_host_memory: int | None = option(
-        None, "bytes for adapters in host memory; default: 20% of free memory", "lora"
+        None, "bytes for adapters in host memory; default: 20% of free memory", "lora", bounds=BYTES
     )
     lora_readers: int | None = option(
-        None, "processes that read adapters; 0: threads; default: 2 before a GPU, else 0", "lora"
+        None,
+        "processes that read adapters; 0: threads; default: 2 before a GPU, else 0",
+        "lora",
+        bounds=(0, 64),
     )
     lora_dir: str | None = option(
         None, "folder of adapters: each folder in it is a name, read at its first use", "lora"
     )
-    lora_dir_interval: float = option(2.0, "seconds between two looks at lora_dir", "lora")
+    lora_dir_interval: float = option(
+        2.0, "seconds between two looks at lora_dir", "lora", bounds=(0.05, 86_400)
+    )
     max_requests_per_lora: int | None = option(
-        None, "most running completions of one adapter", "lora"
+        None, "most running completions of one adapter", "lora", bounds=COUNT
     )
     lora_weights: str | None = option(
         None, 'shares of tenants, the part of a name before "/", as JSON: {"team": 2}', "lora"
@@ -172,20 +208,7 @@ class EngineConfig:
     )
 
     def __post_init__(self) -> None:
-        for spec in dataclasses.fields(self):
-            choices = spec.metadata["choices"]
-            value = getattr(self, spec.name)
-            _check_type(spec.name, value, spec.type)
-            if choices and value not in choices:
-                raise ConfigError(f"{spec.name}={shown(value)}: use one of {', '.join(choices)}")
-        for name, (low, high) in _RANGES.items():
-            value = getattr(self, name)
-            if value is not None and not low <= value <= high:
-                raise ConfigError(f"{name}={shown(value)}: use an integer from {low} to {high}")
-        if not 0.05 <= self.lora_dir_interval <= 86_400:
-            raise ConfigError(
-                f"lora_dir_interval={self.lora_dir_interval}: seconds, from 0.05 to 86400"
-            )
+        check_options(self)
         if self.tensor_parallel_size != 1:
             value = shown(self.tensor_parallel_size)
             raise ConfigError(f"tensor_parallel_size={value}: one device only for now; use 1")
@@ -194,10 +217,8 @@ class EngineConfig:
                 "batch_invariant=True needs lora_use_virtual_experts: the path of one adapter after"
                 " another has products of its own"
             )
-        if not 0.0 < self.gpu_memory_utilization <= 1.0:
-            raise ConfigError(
-                f"gpu_memory_utilization={self.gpu_memory_utilization}: above 0, at most 1"
-            )
+        if self.gpu_memory_utilization == 0:
+            raise ConfigError("gpu_memory_utilization=0: use a number above 0, at most 1")
 
     def tokens_per_step(self, device_type: str) -> int:
         """max_num_batched_tokens, or what is best on a device "cuda" or "cpu"."""

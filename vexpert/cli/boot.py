@@ -41,6 +41,7 @@ class Boot:
         self._is_stopped = False
         self._has_ended = False  # the engine
         self._is_watching = False
+        self._telling = threading.Lock()  # of `_is_watching`: no signal comes once it is False
         self._before: dict[int, Callable[..., Any] | int | None] = {}
 
     def __enter__(self) -> "Boot":
@@ -68,20 +69,28 @@ class Boot:
         try:
             yield
         except BaseException as error:
-            self._is_watching = False
+            self._look_away()
             if self._has_ended and not self._is_stopped:
                 raise EngineEnded from error
             raise
-        self._is_watching = False
+        self._look_away()
         if self._has_ended:
             raise EngineEnded
+
+    def _look_away(self) -> None:
+        try:
+            with self._telling:
+                self._is_watching = False
+        finally:  # a signal may have come before it
+            self._is_watching = False
 
     def _watch(self, engine: Waitable) -> None:
         engine.wait()
         self._has_ended = True
-        if self._is_watching:
-            # A real one: it ends what the thread waits for in the system.
-            signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
+        with self._telling:
+            if self._is_watching:
+                # A real one: it ends what the thread waits for in the system.
+                signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGTERM)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         # On the main thread, as all of `watching`.

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+from vexpert.config import shown
 from vexpert.errors import ConfigError, nearest
 
 NOT_IN_FILES = ("help", "config")
@@ -44,7 +45,7 @@ def read_defaults(file: str, actions: list[argparse.Action]) -> dict[str, Any]:
         try:
             values[action.dest] = _value(action, value)
         except (ValueError, argparse.ArgumentTypeError) as error:
-            raise ConfigError(f"config {file}: {key}={_plain(value)!r}: {error}") from error
+            raise ConfigError(f"config {file}: {key}={shown(_plain(value))}: {error}") from error
     return values
 
 
@@ -147,7 +148,7 @@ def _items(action: argparse.Action, value: Any) -> list[Any]:
 def _one(action: argparse.Action, value: Any) -> Any:
     is_module = action.dest == "lora_modules" and isinstance(value, dict)
     if not (is_module or isinstance(value, str)) or (isinstance(value, Word) and value.is_null):
-        raise ValueError("use one value")
+        raise ValueError("use one value, or leave it out")
     convert: Callable[[Any], Any] = action.type if callable(action.type) else str
     converted = convert(json.dumps(_module(value)) if is_module else str(value))
     if action.choices is not None and converted not in action.choices:

@@ -13,7 +13,12 @@ from typing import TYPE_CHECKING, Any
 from vexpert.cli.boot import Boot, EngineEnded, Stopped
 from vexpert.cli.config_file import add_config
 from vexpert.cli.parser import add_engine_options, engine_config
-from vexpert.cli.serve_options import add_server_options, server_options, shown_options
+from vexpert.cli.serve_options import (
+    add_server_options,
+    command_options,
+    server_options,
+    shown_options,
+)
 from vexpert.cli.threads import limit_spinning
 from vexpert.config import EngineConfig
 from vexpert.demo import TOOL_FORMAT, is_demo
@@ -27,10 +32,6 @@ if TYPE_CHECKING:
     from vexpert.server.engine_process import EngineProcess
     from vexpert.server.options import ServerOptions
 
-NOT_NEGATIVE = (
-    *("max_queue_len", "shutdown_timeout", "request_timeout", "engine_restarts"),
-    "engine_step_timeout",
-)
 logger = get_logger(__name__)
 
 
@@ -95,17 +96,16 @@ def _module_of(fields: dict[str, Any]) -> LoraModule:
 
 def run(args: argparse.Namespace) -> int:
     """Boot and serve until a signal; the exit code."""
-    _check(args)
+    config = _check(args)
     try:
         with Boot() as boot:
-            return _bind_and_serve(args, boot)
+            return _bind_and_serve(args, config, boot)
     except Stopped:
         logger.info("a signal ended the server before it was ready")
         return 0
 
 
-def _bind_and_serve(args: argparse.Namespace, boot: Boot) -> int:
-    config = engine_config(args)
+def _bind_and_serve(args: argparse.Namespace, config: EngineConfig, boot: Boot) -> int:
     limit_spinning()
 
     from vexpert.server.listen import allow_many_files, bind, most_connections
@@ -126,20 +126,14 @@ def _bind_and_serve(args: argparse.Namespace, boot: Boot) -> int:
         return _serve(args, config, bound, boot)
 
 
-def _check(args: argparse.Namespace) -> None:
-    if not 0 <= args.port <= 65535:
-        raise ConfigError(f"port={args.port}: use 1 to 65535, or 0 for a free one")
-    if args.max_body_bytes < 1:
-        raise ConfigError(f"max_body_bytes={args.max_body_bytes}: must be at least 1")
-    for name in NOT_NEGATIVE:
-        value = getattr(args, name)
-        if value is not None and not 0 <= value < float("inf"):
-            raise ConfigError(f"{name}={value}: must be at least 0, and finite")
-    if not 1 <= args.write_timeout < float("inf"):
-        raise ConfigError(f"write_timeout={args.write_timeout}: must be at least 1, and finite")
+def _check(args: argparse.Namespace) -> EngineConfig:
+    """The engine's options, once all options were looked at. Raises ConfigError."""
+    command_options(args)
+    server_options(args)
     for root in args.allowed_adapter_roots:
         if not Path(root).is_dir():
             raise ConfigError(f"allowed_adapter_roots: {root}: no such folder")
+    return engine_config(args)
 
 
 def _say_cannot_bind(args: argparse.Namespace, error: OSError) -> int:

@@ -12,11 +12,11 @@ from typing import Any
 
 import torch
 
-from vexpert.engine.grammar_cache import GrammarCache, key_of
-from vexpert.engine.grammar_probe import Probe, always, needs_probe
+from vexpert.engine.grammar_cache import GrammarCache, is_lazy, key_of
+from vexpert.engine.grammar_probe import Probe, always, needs_probe, walk
 from vexpert.engine.grammar_text import compile_schema, compile_tag
 from vexpert.engine.structured_outputs import MAX_WHITESPACE, StructuredOutputs
-from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable
+from vexpert.engine.vocabulary import JSON_CHARACTERS, token_bytes, unwritable, with_special_tokens
 from vexpert.errors import UnsupportedError
 from vexpert.log import get_logger
 
@@ -113,7 +113,7 @@ class Grammars:
         if kept is not None:
             return kept
         try:
-            compiler, pieces, probe = self._parts()
+            compilers, pieces, probe = self._parts()
         except UnsupportedError as error:
             raise wanted.refusal(str(error)) from error
         characters = JSON_CHARACTERS if wanted.kind in ("json", "json_object") else ""
@@ -123,7 +123,7 @@ class Grammars:
         if needs_probe(wanted):
             probe.check(wanted, is_wanted)
         try:
-            compiled = compile_text(compiler, *key_of(wanted))
+            compiled = self._compiled(wanted, compilers)
         except (RuntimeError, ValueError, TypeError) as error:
             raise wanted.refusal(f"{wanted.kind}: {cause(error)}") from error
         self._cache.put(wanted, compiled)
@@ -141,30 +141,60 @@ class Grammars:
             raise wanted.refusal(f"{wanted.kind}: no token of this model can begin such an output")
         return Matcher(matcher)
 
-    def _parts(self) -> tuple[Any, list[bytes], Probe]:
+    def _compiled(self, wanted: StructuredOutputs, compilers: "Compilers") -> Any:
+        if wanted.special_tokens:
+            with self._making:
+                compilers = self._with_special
+        compiled = compile_text(compilers.get(is_lazy(wanted)), *key_of(wanted))
+        if is_lazy(wanted):
+            walk(compiled, self._vocab_size)  # so that steps wait for fewer masks
+        return compiled
+
+    def _parts(self) -> tuple["Compilers", list[bytes], Probe]:
         with self._making:  # by several threads at once it would be made several times
-            return self._compiler
+            return self._made
 
     @cached_property
-    def _compiler(self) -> tuple[Any, list[bytes], Probe]:
-        """The compiler, the bytes of each token, and the process that tries constraints first."""
+    def _made(self) -> tuple["Compilers", list[bytes], Probe]:
+        """The compilers, the bytes of each token, and the process that tries constraints first."""
         if importlib.util.find_spec("xgrammar") is None:
             raise UnsupportedError("not served here: the package xgrammar is not installed")
         if not self._eos_token_ids:
             raise UnsupportedError("this model names no token that ends an output")
         pieces = token_bytes(self._tokenizer, self._vocab_size)
-        compiler = new_compiler(pieces, list(self._eos_token_ids))
+        compilers = Compilers(pieces, list(self._eos_token_ids))
         logger.info("structured output: xgrammar %s", importlib.metadata.version("xgrammar"))
-        return compiler, pieces, Probe(pieces, self._eos_token_ids)
+        return compilers, pieces, Probe(pieces, self._eos_token_ids)
+
+    @cached_property
+    def _with_special(self) -> "Compilers":
+        _, pieces, _ = self._made
+        pieces = with_special_tokens(pieces, self._tokenizer, self._eos_token_ids)
+        return Compilers(pieces, list(self._eos_token_ids))
 
 
-def new_compiler(pieces: list[bytes], eos_token_ids: list[int]) -> Any:
-    """xgrammar's compiler for the tokens that write `pieces`."""
-    import xgrammar
+class Compilers:
+    """xgrammar's compilers for the tokens that write `pieces`: eager and lazy."""
 
-    info = xgrammar.TokenizerInfo(pieces, vocab_size=len(pieces), stop_token_ids=eos_token_ids)
-    threads = max(1, min(4, (os.cpu_count() or 1) // 2))
-    return xgrammar.GrammarCompiler(info, max_threads=threads, cache_enabled=False)
+    def __init__(self, pieces: list[bytes], eos_token_ids: list[int]) -> None:
+        import xgrammar
+
+        size = len(pieces)
+        info = xgrammar.TokenizerInfo(pieces, vocab_size=size, stop_token_ids=eos_token_ids)
+        threads = max(1, min(4, (os.cpu_count() or 1) // 2))
+        self._made = [
+            xgrammar.GrammarCompiler(
+                info,
+                max_threads=threads,
+                cache_enabled=False,
+                enable_dynamic_compilation=is_lazy,
+            )
+            for is_lazy in (False, True)
+        ]
+
+    def get(self, is_lazy: bool) -> Any:
+        """The one that makes masks as sequences come to their places, or all of them at once."""
+        return self._made[is_lazy]
 
 
 def compile_text(compiler: Any, kind: str, text: str, strict: bool, is_compact: bool) -> Any:

@@ -3,10 +3,14 @@
 import re
 from typing import Any
 
+from vexpert.engine.grammar_objects import factored
+
 # One character of a string with a length: the compiler lets tabs and other control characters in.
 COUNTED = re.compile(r'(?m)^(\w+ ::= )\(\(\[\^\\"\\\\\\r\\n\]\)\)$')
-PLAIN = r"(([^\0-\x1f\"\\]))"
-LENGTHS = ('"minLength"', '"maxLength"')
+# One of other strings: as all negations, it lets bytes in that would be halves of surrogates.
+FREE = r"[^\0-\x1f\"\\\r\n]"
+OF_TOKENS = re.compile(r'"(?:token|(?:exclude|trigger)_tokens)":\[?(?:\d+,)*"|"token_dispatch"')
+PLAIN = r"[^\0-\x1f\"\\\ud800-\udfff]"
 
 
 def compile_schema(compiler: Any, text: str, **options: Any) -> Any:
@@ -16,24 +20,22 @@ def compile_schema(compiler: Any, text: str, **options: Any) -> Any:
     """
     import xgrammar
 
-    if not _has_lengths(text):
-        return compiler.compile_json_schema(text, **options)
-    return compiler.compile_grammar(_exact(xgrammar.Grammar.from_json_schema(text, **options)))
+    return compiler.compile_grammar(_changed(xgrammar.Grammar.from_json_schema(text, **options)))
 
 
 def compile_tag(compiler: Any, text: str) -> Any:
-    """The compiled grammar of a structural tag, the lengths in its schemas kept as well."""
+    """The compiled grammar of a structural tag, the same changes made to its schemas.
+
+    But for tags that name tokens by their text: only the compiler itself knows these.
+    """
     import xgrammar
 
-    if not _has_lengths(text):
+    if OF_TOKENS.search(text):
         return compiler.compile_structural_tag(text)
-    return compiler.compile_grammar(_exact(xgrammar.Grammar.from_structural_tag(text)))
+    return compiler.compile_grammar(_changed(xgrammar.Grammar.from_structural_tag(text)))
 
 
-def _has_lengths(text: str) -> bool:
-    return any(keyword in text for keyword in LENGTHS)
-
-
-def _exact(grammar: Any) -> str:
-    """As text; the characters that a length counts are those that a JSON string may hold."""
-    return COUNTED.sub(lambda found: found[1] + PLAIN, str(grammar))
+def _changed(grammar: Any) -> str:
+    """As text; the characters of strings are those that a JSON string may hold."""
+    text = COUNTED.sub(lambda found: f"{found[1]}(({PLAIN}))", str(grammar))
+    return factored(text.replace(FREE, PLAIN))

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from vexpert.engine.json_formats import PATTERNS
 from vexpert.engine.json_idle import plain
 from vexpert.engine.json_numbers import KEYWORDS, enforced
 from vexpert.engine.json_objects import is_open, other_names
@@ -38,6 +39,8 @@ class _Form:
             del copy["minLength"]
         if copy.get("maxLength", 0) >= MAX_MOST:
             del copy["maxLength"]
+        if copy.get("format") in PATTERNS:
+            copy["pattern"] = PATTERNS[copy.pop("format")]
         if "pattern" in copy:
             copy["pattern"], size = rewritten_in_json(copy["pattern"])
             self.size += size

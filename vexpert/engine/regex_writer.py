@@ -2,7 +2,7 @@
 
 from functools import lru_cache
 
-from vexpert.engine.code_points import Ranges, complement, minus, union
+from vexpert.engine.code_points import LAST, Ranges, complement, minus, union
 from vexpert.engine.regex_parser import (
     Anchor,
     Characters,
@@ -17,6 +17,7 @@ from vexpert.engine.regex_parser import (
 # What a string of JSON holds only behind a backslash.
 ESCAPED: Ranges = ((0x00, 0x1F), (0x22, 0x22), (0x5C, 0x5C))
 CARET = 0x5E  # at the beginning of a class the compiler takes it for a negation, however written
+LENGTHS = ((0, 0x7FF), (0x800, 0xFFFF), (0x10000, LAST))  # of a character: 1 or 2, 3, 4 bytes
 IN_CLASS = frozenset("[]\\-^")
 
 
@@ -75,10 +76,24 @@ def _characters(ranges: Ranges, in_json: bool) -> tuple[str, int]:
 
 
 def write_class(ranges: Ranges) -> str:
-    """A class, or one character; `ranges` is not empty."""
+    """A class, or one character; `ranges` is not empty.
+
+    Characters of two, three and four bytes stand apart: of a class that holds some of each the
+    compiler makes one that takes bytes which are no UTF-8.
+    """
+    classes = [_write_class(part) for low, high in LENGTHS if (part := _within(ranges, low, high))]
+    return classes[0] if len(classes) == 1 else f"(?:{'|'.join(classes)})"
+
+
+def _within(ranges: Ranges, low: int, high: int) -> Ranges:
+    pairs = ((max(first, low), min(last, high)) for first, last in ranges)
+    return tuple((first, last) for first, last in pairs if first <= last)
+
+
+def _write_class(ranges: Ranges) -> str:
     if ranges[0][0] == CARET:
         rest = minus(ranges, ((CARET, CARET),))
-        return rf"(?:\^|{write_class(rest)})" if rest else r"\^"
+        return rf"(?:\^|{_write_class(rest)})" if rest else r"\^"
     first, last = ranges[0][0], ranges[-1][1]
     if first == last and first < 0x80 and chr(first).isalnum():
         return chr(first)

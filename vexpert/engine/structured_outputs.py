@@ -37,6 +37,7 @@ class StructuredOutputs:
     whole output; `choice` is a list of strings; `grammar` is EBNF as xgrammar reads it, its start
     rule `root`; `structural_tag` is xgrammar's own form. `strict`: an object of a schema has no
     property that the schema does not name, unless its additionalProperties says so.
+    `special_tokens`: these may come as well, as the text that they stand for.
     """
 
     json: str | dict[str, Any] | None = None
@@ -47,6 +48,7 @@ class StructuredOutputs:
     structural_tag: str | dict[str, Any] | None = None
     strict: bool = True
     disable_any_whitespace: bool = False
+    special_tokens: bool = False
     param: str = field(default=PARAM, compare=False)  # the request's field, for messages
     kind: str = field(init=False, default="")  # the one that is set
     text: str = field(init=False, default="", repr=False)  # of it, as the compiler takes it
@@ -66,7 +68,7 @@ class StructuredOutputs:
         given = [kind for kind in KINDS if getattr(self, kind) not in (None, False)]
         found = " and ".join(given) or "none"
         _require(len(given) == 1, f"set one of {', '.join(KINDS)}; set: {found}")
-        for name in ("strict", "disable_any_whitespace"):
+        for name in ("strict", "disable_any_whitespace", "special_tokens"):
             value = getattr(self, name)
             _require(isinstance(value, bool), f"{name}={shown(value)}: use True or False")
         object.__setattr__(self, "kind", given[0])
@@ -121,12 +123,23 @@ def _document_text(name: str, value: Any) -> str:
     return _checked(name, text)
 
 
-def enforceable(schema: dict[str, Any], param: str) -> Any:
-    """A JSON schema as it may stand in a structural tag. RequestError if it cannot be enforced."""
+def enforceable(schema: dict[str, Any], param: str) -> tuple[Any, int]:
+    """(a JSON schema as it may stand in a structural tag, its size in states).
+
+    RequestError if it cannot be enforced.
+    """
     try:
-        return json.loads(_schema_text(schema, True)[0])
+        text, size = _schema_text(schema, True)
     except _Fault as fault:
         raise RequestError(f"{param}: {fault}", param) from fault
+    return json.loads(text), size
+
+
+def own_tag(tag: str, size: int, param: str, special_tokens: bool = False) -> StructuredOutputs:
+    """A structural tag that holds nothing but what `enforceable` returned, of `size` together."""
+    made = StructuredOutputs(structural_tag=tag, param=param, special_tokens=special_tokens)
+    object.__setattr__(made, "size", size)
+    return made
 
 
 def _schema_text(value: Any, strict: bool) -> tuple[str, int]:

@@ -35,6 +35,13 @@ def _special_tokens(tokenizer: Any) -> set[int]:
     return special | set(getattr(tokenizer, "all_special_ids", ()))
 
 
+def with_special_tokens(pieces: list[bytes], tokenizer: Any, eos: tuple[int, ...]) -> list[bytes]:
+    """`pieces` of `token_bytes`, the special tokens as the text they stand for, but the ends."""
+    added = getattr(tokenizer, "added_tokens_decoder", {})
+    told = {token: str(entry) for token, entry in added.items() if token not in eos}
+    return [piece or told.get(token, "").encode() for token, piece in enumerate(pieces)]
+
+
 def unwritable(pieces: list[bytes], characters: str) -> str | None:
     """The first of `characters` whose bytes no token holds, or None."""
     held = set().union(*map(set, pieces))

@@ -20,19 +20,12 @@ import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
 from vexpert.kernels.arrivals import arrive, await_arrivals
-from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.common import pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_delta import Delta
 from vexpert.kernels.moe_items import TileLora, add_delta, add_lora, begin_lora
 from vexpert.kernels.moe_order import PairOrder
-from vexpert.kernels.moe_product import (
-    Expand,
-    TileShape,
-    lora_arguments,
-    tile_count,
-    tile_options,
-    weight_rows,
-)
+from vexpert.kernels.moe_product import Expand, TileShape, product_arguments, weight_rows
 from vexpert.kernels.moe_shrink import shrink_position
 from vexpert.kernels.moe_tiles import Tile, read_tile
 
@@ -206,24 +199,17 @@ def moe_down(
     and bias [E, H] in the same dtype; scale [P] of any float dtype. lora: its float32 sums are
     added before the scale. pdl: may start before the launch before it has ended.
     """
-    pairs, depth = inter.shape
-    size = weight.shape[1]
+    pairs, size = inter.shape[0], weight.shape[1]
     assert inter.is_contiguous(), inter.stride()
-    assert weight.dtype == inter.dtype, (weight.dtype, inter.dtype)
     out = torch.empty(pairs, size, dtype=inter.dtype, device=inter.device)
-    its = lora_arguments(lora, order, inter, depth, size)
+    its = product_arguments(inter, weight, order, size, shape, lora, pdl)
     rows = [inter, inter]
     if shape.tma:
         heights = order.block_m, shape.tail_m or order.block_m
         rows = [TensorDescriptor.from_tensor(inter, [m, shape.block_k]) for m in heights]
-    programs = its.shrinks + tile_count(order) * ceil_div(size, shape.block_n)
-    _down_kernel[(programs,)](
+    _down_kernel[(its.programs,)](
         inter, *rows, weight, weight_rows(weight, shape), inter if bias is None else bias,
-        inter if scale is None else scale, out, order.topk_ids, order.pair, order.tile_expert,
-        order.tile_start, order.tile_end, order.num_tiles, *its.tensors, *its.numbers,
-        order.num_experts, depth, size, *weight.stride(), its.width,
-        TOP_K=order.top_k, IDENTITY=order.is_identity, HAS_BIAS=bias is not None,
-        HAS_SCALE=scale is not None, **its.options,
-        **tile_options(order, shape, inter.dtype, depth, size), **pdl_options(pdl),
+        inter if scale is None else scale, out, *its.middle, *weight.stride(), its.width,
+        HAS_BIAS=bias is not None, HAS_SCALE=scale is not None, **its.options,
     )  # fmt: skip
     return out

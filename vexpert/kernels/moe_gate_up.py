@@ -21,19 +21,12 @@ import triton.language as tl
 from vexpert.kernels.activate import activate
 from vexpert.kernels.activations import Activation
 from vexpert.kernels.arrivals import arrive, await_arrivals
-from vexpert.kernels.common import ceil_div, pdl_options, pdl_release, pdl_wait
+from vexpert.kernels.common import pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_delta import Delta
 from vexpert.kernels.moe_items import TileLora, add_delta, add_lora, begin_lora
 from vexpert.kernels.moe_order import PairOrder
-from vexpert.kernels.moe_product import (
-    Expand,
-    TileShape,
-    lora_arguments,
-    tile_count,
-    tile_options,
-    weight_rows,
-)
+from vexpert.kernels.moe_product import Expand, TileShape, product_arguments, weight_rows
 from vexpert.kernels.moe_shrink import shrink_position
 from vexpert.kernels.moe_tiles import Tile, read_tile
 
@@ -237,20 +230,13 @@ def moe_gate_up(
     before the launch before it has ended. Rows of sentinels are unspecified.
     """
     size, up_start, step = columns
-    pairs, depth = order.num_pairs, hidden.shape[1]
     assert hidden.stride(1) == 1, hidden.stride()
-    assert weight.dtype == hidden.dtype, (weight.dtype, hidden.dtype)
-    inter = torch.empty(pairs, size, dtype=hidden.dtype, device=hidden.device)
-    its = lora_arguments(lora, order, hidden, depth, size)
-    programs = its.shrinks + tile_count(order) * ceil_div(size, shape.block_n)
-    _gate_up_kernel[(programs,)](
+    inter = torch.empty(order.num_pairs, size, dtype=hidden.dtype, device=hidden.device)
+    its = product_arguments(hidden, weight, order, size, shape, lora, pdl)
+    _gate_up_kernel[(its.programs,)](
         hidden, weight, weight_rows(weight, shape), hidden if bias is None else bias, inter,
-        order.topk_ids, order.pair, order.tile_expert, order.tile_start, order.tile_end,
-        order.num_tiles, *its.tensors, *its.numbers, order.num_experts, depth, size,
-        hidden.stride(0), *weight.stride(), up_start, step, its.width,
-        TOP_K=order.top_k, SCALED=scaled, IDENTITY=order.is_identity, GATED=activation.has_gate,
-        HAS_BIAS=bias is not None, ACTIVATION=activation.name, ALPHA=activation.alpha,
-        LIMIT=activation.limit, **its.options,
-        **tile_options(order, shape, hidden.dtype, depth, size), **pdl_options(pdl),
+        *its.middle, hidden.stride(0), *weight.stride(), up_start, step, its.width,
+        SCALED=scaled, GATED=activation.has_gate, HAS_BIAS=bias is not None,
+        ACTIVATION=activation.name, ALPHA=activation.alpha, LIMIT=activation.limit, **its.options,
     )  # fmt: skip
     return inter

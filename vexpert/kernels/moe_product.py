@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
 
-from vexpert.kernels.common import ceil_div, dot_precision, power_of_two
+from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, power_of_two
 from vexpert.kernels.moe_delta import Delta
 from vexpert.kernels.moe_factors import SiteFactors
 from vexpert.kernels.moe_order import PairOrder, present
@@ -44,38 +44,50 @@ class TileShape:
 
 
 @dataclass(frozen=True)
-class LoraArguments:
-    """LoRA as the kernels take it."""
+class ProductArguments:
+    """What both kernels take."""
 
-    # run_first [...] to part [...]: see moe_runs.py, moe_delta.py
-    tensors: tuple[torch.Tensor | int, ...]
-    numbers: tuple[int, ...]  # num_pairs, factor_stride, num_slots
+    programs: int  # those that shrink, then those of tiles
+    # topk_ids ... num_tiles, run_first ... part (moe_runs.py, moe_delta.py), num_pairs ... size
+    middle: tuple[torch.Tensor | int, ...]
     width: int  # of a shrunk row
-    shrinks: int  # programs that shrink, before those of tiles
-    options: dict[str, int | bool]  # constants
+    options: dict[str, Any]  # constants, and Triton's own
 
 
-def lora_arguments(
-    lora: Expand | Delta | None, order: PairOrder, none: torch.Tensor, depth: int, size: int
-) -> LoraArguments:
-    """Of a product [size, depth]; `none` stands for tensors that are not read."""
+def product_arguments(
+    x: torch.Tensor,
+    weight: torch.Tensor,
+    order: PairOrder,
+    size: int,
+    shape: TileShape,
+    lora: Expand | Delta | None,
+    pdl: bool,
+) -> ProductArguments:
+    """Of a product of x [*, depth] that has `size` columns; x stands for what is not read."""
+    assert weight.dtype == x.dtype, (weight.dtype, x.dtype)
+    depth, pairs = x.shape[1], order.num_pairs
     expand, delta = (None, lora) if isinstance(lora, Delta) else (lora, None)
-    shrinks, inner = _inner_shrinks(expand, order, none, depth)
-    pairs = order.num_pairs
-    return LoraArguments(
-        (*_expand_tensors(expand, delta, order, none), *inner),
-        (pairs, _factor_stride(expand, pairs), 0 if expand is None else expand.factors.num_slots),
+    shrinks, inner = _inner_shrinks(expand, order, x, depth)
+    lists = order.topk_ids, order.pair, order.tile_expert, order.tile_start, order.tile_end
+    num_slots = 0 if expand is None else expand.factors.num_slots
+    numbers = pairs, _factor_stride(expand, pairs), num_slots, order.num_experts, depth, size
+    return ProductArguments(
+        shrinks + _tile_count(order) * ceil_div(size, shape.block_n),
+        (*lists, order.num_tiles, *_expand_tensors(expand, delta, order, x), *inner, *numbers),
         0 if expand is None else expand.h.shape[2],
-        shrinks,
         {
+            "TOP_K": order.top_k,
+            "IDENTITY": order.is_identity,
+            "HAS_DELTA": delta is not None,
             **_expand_options(expand, size),
             **_inner_options(expand, depth),
-            "HAS_DELTA": delta is not None,
+            **_tile_options(order, shape, x.dtype, depth, size),
+            **pdl_options(pdl),
         },
     )
 
 
-def tile_options(
+def _tile_options(
     order: PairOrder, shape: TileShape, dtype: torch.dtype, depth: int, size: int
 ) -> dict[str, Any]:
     """The constants of tiles, and Triton's options."""
@@ -102,7 +114,7 @@ def weight_rows(weight: torch.Tensor, shape: TileShape) -> TensorDescriptor | to
     return TensorDescriptor.from_tensor(rows, [shape.block_n, shape.block_k])
 
 
-def tile_count(order: PairOrder) -> int:
+def _tile_count(order: PairOrder) -> int:
     """The most tiles that there may be."""
     return order.num_pairs if order.is_identity else order.max_tiles
 

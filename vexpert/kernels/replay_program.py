@@ -98,7 +98,7 @@ class Program:
         inputs, made = range(self.num_inputs), self._made()
         late = {step.target for step in self.steps if isinstance(step, Product)}
         lines = [f"[{', '.join(f'a{i}' for i in inputs)}] = addresses"]
-        lines += [f"block = empty({constants(self.block)}, dtype=uint8, device=device)"]
+        lines += [f"block = empty({constants(coarse(self.block))}, dtype=uint8, device=device)"]
         lines += [f"a{self.num_inputs} = block.data_ptr()"]
         for base, one in made.items():
             if base not in late:
@@ -128,6 +128,16 @@ class Program:
         bias = None if step.bias is None else tensor(step.bias)
         to = step.target
         return f"t{to} = linear({x}, {tensor(step.weight)}, {bias}); a{to} = t{to}.data_ptr()"
+
+
+def coarse(size: int) -> int:
+    """Bytes to ask for: one of eight sizes between a power of two and the next, at most 1/8 more.
+
+    Programs of ever new lengths would ask for ever new sizes, and what the allocator keeps of a
+    freed block serves no larger one.
+    """
+    step = 1 << max(0, size.bit_length() - 4)
+    return -(-size // step) * step
 
 
 @lru_cache(maxsize=64)

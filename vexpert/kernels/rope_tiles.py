@@ -11,11 +11,9 @@ import triton.language as tl
 
 from vexpert.kernels.common import (
     ceil_div,
-    check_matrix,
     pdl_options,
     pdl_release,
     pdl_wait,
-    power_of_two,
 )
 from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.dense_tile_reader import (
@@ -27,7 +25,7 @@ from vexpert.kernels.dense_tile_reader import (
 )
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.rms_norm import scale_rows
-from vexpert.kernels.rope_write import Heads, Rope, norm_weights, store_heads
+from vexpert.kernels.rope_write import Heads, Rope, head_arguments, head_options, store_heads
 
 
 def can_tile(heads: Heads) -> bool:
@@ -197,53 +195,20 @@ def rope_tiles(
     pdl: bool = False,
 ) -> torch.Tensor:
     """q_out [T, Hq, d]; writes keys and values. `rest` has a tile; `can_tile(heads)`."""
-    tile, d, tokens = rest.tile, heads.width, q.shape[0]
+    tile, tokens = rest.tile, q.shape[0]
     assert tile is not None
     assert can_tile(heads), heads
-    for name, x, count in (("q", q, heads.num_q), ("k", k, heads.num_kv), ("v", v, heads.num_kv)):
-        check_matrix(name, x)
-        assert x.shape == (tokens, count * d), (name, tuple(x.shape), tokens, heads)
-    for stored in cache:
-        assert stored.is_contiguous(), stored.stride()
-        assert stored.shape[1:] == (heads.num_kv, d), (tuple(stored.shape), heads)
-    cos, sin = angles
-    assert cos.stride() == sin.stride(), (cos.stride(), sin.stride())
-    check_matrix("cos", cos)
-    q_out = torch.empty(tokens, heads.num_q, d, dtype=q.dtype, device=q.device)
+    q_out, arguments = head_arguments((q, k, v), heads, angles, cache_rows, cache)
     if tokens == 0:
         return q_out
     programs = ceil_div(heads.num_q, tile.heads) + 2 * ceil_div(heads.num_kv, tile.heads)
     _rope_tile_kernel[(ceil_div(tokens, tile.rows) * programs,)](
-        q,
-        k,
-        v,
-        *norm_weights(heads, q),
-        cos,
-        sin,
-        cache_rows,
-        q_out,
-        *cache,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        cos.stride(0),
-        heads.q_norm.eps if heads.q_norm else 0.0,
-        heads.k_norm.eps if heads.k_norm else 0.0,
+        *arguments,
         *tile_tensors(rest),
-        NUM_Q=heads.num_q,
-        NUM_KV=heads.num_kv,
         HEADS=tile.heads,
         TOKENS=tile.rows,
-        D=d,
-        BLOCK_D=power_of_two(d, 16, 1024),
-        ROTARY=rope.width,
-        BLOCK_R=power_of_two(rope.width // 2, 16, 512),
-        BLOCK_P=power_of_two(d - rope.width, 16, 1024),
-        INTERLEAVED=rope.interleaved,
-        STEP=rope.step,
         NORM=heads.q_norm is not None,
-        Q_FORM=heads.q_norm.form if heads.q_norm else "plain",
-        K_FORM=heads.k_norm.form if heads.k_norm else "plain",
+        **head_options(heads, rope, least=16),
         **tile_options(rest),
         num_warps=tile.num_warps,
         **pdl_options(pdl),

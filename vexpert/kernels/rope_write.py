@@ -22,6 +22,7 @@ rope_tiles.py.
 """
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 import triton
@@ -347,51 +348,18 @@ def rope_write(
 ) -> torch.Tensor:
     """q_out [T, Hq, d]; writes keys and values. angles: (cos, sin); cache: (keys, values)."""
     tokens, d = q.shape[0], heads.width
-    for name, x, count in (("q", q, heads.num_q), ("k", k, heads.num_kv), ("v", v, heads.num_kv)):
-        check_matrix(name, x)
-        assert x.shape == (tokens, count * d), (name, tuple(x.shape), tokens, heads)
-    for stored in cache:
-        assert stored.is_contiguous(), stored.stride()
-        assert stored.shape[1:] == (heads.num_kv, d), (tuple(stored.shape), heads)
-    cos, sin = angles
-    assert cos.stride() == sin.stride(), (cos.stride(), sin.stride())
-    check_matrix("cos", cos)
-    q_out = torch.empty(tokens, heads.num_q, d, dtype=q.dtype, device=q.device)
+    q_out, arguments = head_arguments((q, k, v), heads, angles, cache_rows, cache)
     if tokens == 0:
         return q_out
     q_block, kv_block, norm = _head_blocks(heads, tokens, rest is not None)
     programs = ceil_div(heads.num_q, q_block) + 2 * ceil_div(heads.num_kv, kv_block)
     _rope_write_kernel[(tokens * programs,)](
-        q,
-        k,
-        v,
-        *norm_weights(heads, q),
-        cos,
-        sin,
-        cache_rows,
-        q_out,
-        *cache,
-        q.stride(0),
-        k.stride(0),
-        v.stride(0),
-        cos.stride(0),
-        heads.q_norm.eps if heads.q_norm else 0.0,
-        heads.k_norm.eps if heads.k_norm else 0.0,
+        *arguments,
         *rest_tensors(rest, q),
-        NUM_Q=heads.num_q,
-        NUM_KV=heads.num_kv,
         Q_BLOCK=q_block,
         KV_BLOCK=kv_block,
-        D=d,
-        BLOCK_D=power_of_two(d, 16, 1024),
-        ROTARY=rope.width,
-        BLOCK_R=power_of_two(rope.width // 2, 1, 512),
-        BLOCK_P=power_of_two(d - rope.width, 1, 1024),
-        INTERLEAVED=rope.interleaved,
-        STEP=rope.step,
         NORM=norm,
-        Q_FORM=heads.q_norm.form if heads.q_norm else "plain",
-        K_FORM=heads.k_norm.form if heads.k_norm else "plain",
+        **head_options(heads, rope, least=1),
         **rest_options(rest, d),
         num_warps=power_of_two(q_block * d // 256, 1, 8),
         **pdl_options(pdl),
@@ -399,7 +367,49 @@ def rope_write(
     return q_out
 
 
-def norm_weights(heads: Heads, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+def head_arguments(
+    qkv: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
+    heads: Heads,
+    angles: tuple[torch.Tensor, torch.Tensor],
+    cache_rows: torch.Tensor,
+    cache: tuple[torch.Tensor, torch.Tensor],
+) -> tuple[torch.Tensor, tuple[Any, ...]]:
+    """An empty q_out [T, Hq, d], and what the kernels begin with, q ... k_eps: rope_tiles' too."""
+    (q, k, v), (cos, sin), tokens, d = qkv, angles, len(qkv[0]), heads.width
+    for name, x, count in (("q", q, heads.num_q), ("k", k, heads.num_kv), ("v", v, heads.num_kv)):
+        check_matrix(name, x)
+        assert x.shape == (tokens, count * d), (name, tuple(x.shape), tokens, heads)
+    for stored in cache:
+        assert stored.is_contiguous(), stored.stride()
+        assert stored.shape[1:] == (heads.num_kv, d), (tuple(stored.shape), heads)
+    assert cos.stride() == sin.stride(), (cos.stride(), sin.stride())
+    check_matrix("cos", cos)
+    q_out = torch.empty(tokens, heads.num_q, d, dtype=q.dtype, device=q.device)
+    strides = q.stride(0), k.stride(0), v.stride(0), cos.stride(0)
+    eps = (0.0 if norm is None else norm.eps for norm in (heads.q_norm, heads.k_norm))
+    weights = _norm_weights(heads, q)
+    return q_out, (q, k, v, *weights, cos, sin, cache_rows, q_out, *cache, *strides, *eps)
+
+
+def head_options(heads: Heads, rope: Rope, least: int) -> dict[str, Any]:
+    """The constants of heads; blocks of `least` columns, or more."""
+    d, q_norm, k_norm = heads.width, heads.q_norm, heads.k_norm
+    return {
+        "NUM_Q": heads.num_q,
+        "NUM_KV": heads.num_kv,
+        "D": d,
+        "BLOCK_D": power_of_two(d, 16, 1024),
+        "ROTARY": rope.width,
+        "BLOCK_R": power_of_two(rope.width // 2, least, 512),
+        "BLOCK_P": power_of_two(d - rope.width, least, 1024),
+        "INTERLEAVED": rope.interleaved,
+        "STEP": rope.step,
+        "Q_FORM": "plain" if q_norm is None else q_norm.form,
+        "K_FORM": "plain" if k_norm is None else k_norm.form,
+    }
+
+
+def _norm_weights(heads: Heads, none: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
     """The weights of both norms, or `none`."""
     q_norm, k_norm = heads.q_norm, heads.k_norm
     assert (q_norm is None) == (k_norm is None), heads

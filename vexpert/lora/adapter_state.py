@@ -86,12 +86,12 @@ class Life:
     device_bytes: int = 0  # of its block there
     holds: int = 0  # living requests
     is_retired: bool = False  # unloaded or replaced: gone once nobody uses it
-    drain_until: float | None = None  # time.monotonic() at which its requests are ended
     history: History = field(default_factory=History)
 
     @property
     def host_bytes(self) -> int:
-        return 0 if self.buffer is None else self.buffer.numel() * self.buffer.element_size()
+        buffer = self.buffer  # read once: without the lock it may leave meanwhile
+        return 0 if buffer is None else buffer.numel() * buffer.element_size()
 
     @property
     def files(self) -> Fingerprint | None:

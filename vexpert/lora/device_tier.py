@@ -76,33 +76,35 @@ class DeviceTier:
 
     def too_large(self, nbytes: int) -> str | None:
         """Why an adapter of `nbytes` never fits, whoever leaves; None: it does."""
-        total = self.pool.arena.nbytes
-        if self.pool.block_bytes(nbytes) <= total:
+        total, need = self.pool.arena.nbytes, self.pool.block_bytes(nbytes)
+        if need <= total:
             return None
         return (
-            f"it needs {nbytes} bytes on the device; all adapters together have {total}; "
+            f"it needs {need} bytes on the device; all adapters together have {total}; "
             "raise lora_memory (--lora-memory)"
         )
 
-    def shut_out(self, nbytes: int, name: str | None = None) -> str | None:
-        """Why an adapter of `nbytes` has no room while the pinned ones are there; None: it has.
+    def shut_out(self, version: Version, nbytes: int, read_only: bool = False) -> str | None:
+        """Why `version`, of `nbytes`, has no room while pinned ones have theirs; None: it has.
 
-        It may take the place of the pinned one of `name`.
+        They have it before they are there, with `read_only` once they were read.
         """
-        room, names = self.policy.beside_pinned(name)
+        room, taken = self.policy.beside_pinned(version, read_only)
         lacks, options = [], []
         if room.slots < 1:
             lacks.append(f"have all {self.pool.num_slots} slots")
             options.append("max_loras (--max-loras)")
-        if self.pool.block_bytes(nbytes) > room.nbytes:
+        if (need := self.pool.block_bytes(nbytes)) > room.nbytes:
             total = self.pool.arena.nbytes
-            lacks.append(f"leave {room.nbytes} of {total} bytes, and it needs {nbytes}")
+            lacks.append(f"leave {room.nbytes} of {total} bytes, and it needs {need}")
             options.append("lora_memory (--lora-memory)")
         if not lacks:
             return None
+        names = some_names(f"{name}: {size or 'unknown'} bytes" for name, size in taken.items())
         return (
-            f"there is no room for it on the device: the pinned adapters ({some_names(names)}) "
-            f"{' and '.join(lacks)}; unload one of them, or raise {' and '.join(options)}"
+            f"there is no room for it on the device: the pinned adapters ({names}) "
+            f"{' and '.join(lacks)}; unload one of them, load one anew in place and not pinned, "
+            f"or raise {' and '.join(options)}"
         )
 
     def begin_step(self, is_idle: bool) -> None:
@@ -126,8 +128,12 @@ class DeviceTier:
         elif not self._begin(version):
             self._waiting_pinned.append(version)
 
-    def pin(self, version: Version) -> None:
-        """Install `version`, which is never to leave, as soon as it is on the host."""
+    def pin(self, version: Version, nbytes: int) -> bool:
+        """Keep room for a pinned version of `nbytes`, 0: not known; False: there is none."""
+        return self.policy.pin(version, self.pool.block_bytes(nbytes) if nbytes else 0)
+
+    def bring(self, version: Version) -> None:
+        """Install a pinned version, as soon as it is on the host and has room."""
         self._pinned.append(version)
 
     def acquire(self, version: Version) -> int | Wait:
@@ -180,6 +186,9 @@ class DeviceTier:
         host = version.life.host
         assert host is not None
         need = self.pool.block_bytes(host.packed.nbytes)
+        is_to_stay = version.is_pinned and not version.life.is_retired
+        if is_to_stay and not self.policy.pin(version, need):
+            return False
         room = Room(self.pool.free_bytes, self.pool.empty_slots)
         evicted = self.policy.victims(need, room, spare_held)
         if evicted is None:

@@ -1,6 +1,7 @@
 """Who stays in memory and who leaves it, and in which order: every such rule. Tiers move the bytes.
 
-An adapter is *pinned* by its owner: it never leaves the device. A slot is *used* by the running
+An adapter is *pinned* by its owner: it never leaves the device, and its room is its own from the
+moment its size is known, though it may come there later. A slot is *used* by the running
 sequences that have it: it never leaves under them. A version is *held* by its living requests,
 which run or wait.
 
@@ -34,6 +35,7 @@ class DevicePolicy:
     def __init__(self, nbytes: int, num_slots: int) -> None:
         self._nbytes, self._num_slots = nbytes, num_slots
         self.in_slot: dict[int, Version] = {}
+        self._pinned: dict[Version, int] = {}  # bytes that are their own, there or coming
         self._users: dict[int, int] = {}  # running sequences, by slot
         self._idle: OrderedDict[int, None] = OrderedDict()  # slots without; oldest use first
         self._claims: set[int] = set()  # come since the last step began: whoever asked is first
@@ -108,17 +110,45 @@ class DevicePolicy:
         unwanted = [slot for slot in free if not self.in_slot[slot].life.holds]
         return unwanted if spare_held else unwanted + held
 
-    def beside_pinned(self, name: str | None = None) -> tuple[Room, list[str]]:
-        """The room that pinned adapters leave to all others, and their names, sorted.
+    def pin(self, version: Version, nbytes: int) -> bool:
+        """From now on `nbytes` and a slot are for `version` alone; False: they are others'.
 
-        One that was unloaded is not counted: it leaves with its last request; nor is that of
-        `name`, whose next version is asked for.
+        0 bytes: how many it needs is not known yet.
         """
-        pinned = [v for v in self.in_slot.values() if v.is_pinned and not v.life.is_retired]
-        pinned = [version for version in pinned if version.ref.name != name]
-        nbytes = self._nbytes - sum(version.life.device_bytes for version in pinned)
-        names = sorted(version.ref.name for version in pinned)
-        return Room(nbytes, self._num_slots - len(pinned)), names
+        room, _ = self.beside_pinned(version)
+        if room.slots < 1 or nbytes > room.nbytes:
+            return False
+        self._pinned[version] = nbytes
+        return True
+
+    def unpin(self, version: Version) -> None:
+        """`version` has failed, or was unloaded: it leaves with its last request."""
+        self._pinned.pop(version, None)
+
+    def beside_pinned(
+        self, version: Version, read_only: bool = False
+    ) -> tuple[Room, dict[str, int]]:
+        """The room that pinned adapters leave to `version`, and the bytes of each of them by name.
+
+        That of its own name does not count, unless it is newer; of two others of one name the
+        larger does, as either may stay. `read_only`: nor those that are being read, and may fail.
+        """
+        others = [
+            other
+            for other in self._pinned
+            if other.ref.name != version.ref.name or other.ref.version > version.ref.version
+            if other.life.history.loads or not read_only
+        ]
+        taken = self._taken(others)
+        return Room(self._nbytes - sum(taken.values()), self._num_slots - len(taken)), taken
+
+    def _taken(self, versions: Iterable[Version]) -> dict[str, int]:
+        """By name, the bytes that are kept for the larger of its pinned versions."""
+        taken: dict[str, int] = {}
+        for version in versions:
+            name = version.ref.name
+            taken[name] = max(self._pinned[version], taken.get(name, 0))
+        return taken
 
     def check_integrity(self) -> None:
         """Assert that slots and versions agree, and that no idle slot is lost to eviction."""
@@ -129,6 +159,21 @@ class DevicePolicy:
             assert (slot in self._idle) == is_idle, f"slot {slot}: {self._users[slot]} users"
         assert self._idle.keys() <= self.in_slot.keys(), f"idle slots hold nothing: {self._idle}"
         assert self._claims <= self.in_slot.keys(), f"claimed slots hold nothing: {self._claims}"
+        self._check_pinned()
+
+    def _check_pinned(self) -> None:
+        """Assert that those that may be there, and no others, have room, and all fit at once."""
+        taken = self._taken(self._pinned)
+        assert sum(taken.values()) <= self._nbytes, f"pinned: {taken} of {self._nbytes} bytes"
+        assert len(taken) <= self._num_slots, f"pinned: {taken} of {self._num_slots} slots"
+        for version in self.in_slot.values():
+            has_room = not version.is_pinned or version.life.is_retired or version in self._pinned
+            assert has_room, f"{version.ref} is pinned without room of its own"
+        for version in self._pinned:
+            life = version.life
+            assert version.is_pinned, f"{version.ref} is not pinned, and has room of its own"
+            assert not life.is_retired, f"{version.ref} leaves, and has room of its own"
+            assert life.error is None, f"{version.ref} failed, and has room of its own"
 
 
 class HostPolicy:

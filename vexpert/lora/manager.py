@@ -24,6 +24,7 @@ from vexpert.lora.adapter_version import SHOWN_NAMES, Version, check_newest
 from vexpert.lora.budget import arena_bytes, host_bytes, reader_count, slab_bytes, slot_count
 from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.device_tier import DeviceTier
+from vexpert.lora.endings import Endings
 from vexpert.lora.eviction import check_owners, is_in_use
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.host_memory import HostMemory
@@ -98,8 +99,7 @@ class AdapterManager:
         self._versions: dict[AdapterRef, Version] = {}  # current ones, and retired ones in use
         self.listing = Listing(self._lock, self._current)  # the same
         self._reserved_now: set[str] = set()  # names that are being loaded
-        self._deadlines: set[Version] = set()  # retired, with requests and a time to end them
-        self._ended: dict[AdapterRef, str] = {}  # whose requests cannot go on, and why
+        self._endings = Endings(self._shut_out)
         self._next_version = itertools.count(1)
         self._watcher: Watcher | None = None
 
@@ -160,12 +160,16 @@ class AdapterManager:
         """Serve the folder `path` as `name`, and read nothing before a request needs it.
 
         What is wrong with the files is told then: the adapter is errored, and its requests fail.
+        A pinned one is read at once, but not waited for: it has a slot of its own or is refused,
+        and its bytes if they are free when they are known; else it waits for them.
         """
         check_name(name, self._reserved)
         version = self._reserve(name, Source(check_path(path), lora_B_layout), load_inplace, pinned)
         self._host.warm()
         with self._lock:
             self._reserved_now.discard(name)
+            if pinned:
+                self._check_size(version, 0)
             self._commit(version)
             if pinned:
                 self._host.ensure(version)
@@ -181,8 +185,7 @@ class AdapterManager:
         with self._lock:
             version = self._find(name)
             if drain_seconds is not None and version.life.holds:
-                version.life.drain_until = time.monotonic() + drain_seconds
-                self._deadlines.add(version)
+                self._endings.end_after(version, drain_seconds)
             self._retire(version)
 
     def list(self) -> list[AdapterInfo]:
@@ -288,9 +291,7 @@ class AdapterManager:
         self._host.tend()
         with self._lock:
             self._device.begin_step(is_idle)
-            self._end_overdue()
-            ended, self._ended = self._ended, {}
-            return ended
+            return self._endings.take()
 
     def acquire(self, ref: AdapterRef) -> int | Wait:
         """Use the slot of `ref`, which the caller holds; begins to bring it there if needed.
@@ -306,8 +307,8 @@ class AdapterManager:
             if life.slot is None:
                 self._host.ensure(version)
             slot = self._device.acquire(version)
-            if slot is Wait.NO_ROOM and (why := self._device.shut_out(life.host_bytes)):
-                self._ended[ref] = f"adapter {ref.name!r}: {why}"  # itself, it stays loaded
+            if slot is Wait.NO_ROOM:
+                self._endings.end_if_shut_out(version)
             return slot
 
     def release(self, ref: AdapterRef) -> None:
@@ -366,11 +367,16 @@ class AdapterManager:
             return Version(ref, source, pinned)
 
     def _check_size(self, version: Version, nbytes: int) -> None:
-        """Raise AdapterError for one that never fits, or is new and does not beside pinned ones."""
-        is_new, name = version.ref not in self._versions, version.ref.name
-        why = self._device.too_large(nbytes) or (is_new and self._device.shut_out(nbytes, name))
+        """Raise AdapterError for one that never fits, or is new and does not beside pinned ones.
+
+        The room of a pinned one is its own from now on. nbytes: 0 if it is not known.
+        """
+        is_new = version.ref not in self._versions
+        why = self._device.too_large(nbytes) or (is_new and self._device.shut_out(version, nbytes))
         if why:
             raise AdapterError(why)
+        if version.is_pinned and not version.life.is_retired:
+            self._device.pin(version, nbytes)
 
     def _commit(self, version: Version) -> None:
         name = version.ref.name
@@ -380,7 +386,7 @@ class AdapterManager:
         self.listing.add(version)
         self._use(version)
         if version.is_pinned:
-            self._device.pin(version)
+            self._device.bring(version)
         self._host.trim()
         nbytes = version.life.host_bytes
         size = f", {nbytes / 2**20:.1f} MiB" if nbytes else ""
@@ -399,6 +405,7 @@ class AdapterManager:
 
     def _retire(self, version: Version) -> None:
         version.life.is_retired = True
+        self._device.policy.unpin(version)
         if self._current.get(version.ref.name) is version:
             del self._current[version.ref.name]
         self._free_if_retired(version)
@@ -407,7 +414,7 @@ class AdapterManager:
         if version.life.is_retired and not is_in_use(version, self._device.policy):
             self._device.remove(version)
             self._host.drop(version)
-            self._deadlines.discard(version)
+            self._endings.forget(version)
             if self._versions.pop(version.ref, None) is not None:
                 self.listing.remove(version)
 
@@ -416,20 +423,14 @@ class AdapterManager:
         life = version.life
         if life.error is not None:
             self._host.drop(version)
+            self._device.policy.unpin(version)
             if life.holds and version.ref in self._versions:
-                self._ended[version.ref] = life.error
+                self._endings.end(version, life.error)
         if version.is_pinned and life.state is State.HOST and version.ref in self._versions:
-            self._device.pin(version)
+            self._device.bring(version)
         self._free_if_retired(version)
         self._host.trim()  # what is on the device may leave the host
 
-    def _end_overdue(self) -> None:
-        if self._deadlines:
-            now = time.monotonic()
-            for version in list(self._deadlines):
-                if version.life.drain_until is not None and version.life.drain_until <= now:
-                    self._deadlines.discard(version)
-                    self._ended[version.ref] = (
-                        f"adapter {version.ref.name!r} was unloaded, and its requests had time to "
-                        "finish until now"
-                    )
+    def _shut_out(self, version: Version) -> str | None:
+        """Why pinned adapters leave no room to `version`, which lies on the host; None: they do."""
+        return self._device.shut_out(version, version.life.host_bytes, read_only=True)

@@ -29,7 +29,7 @@ from vexpert.lora.pack import Allocate, PackedAdapter
 from vexpert.lora.source import AdapterLoader, Fingerprint, HostCopy, Source
 
 CODE = "import sys; sys.path[:] = {path!r}; from vexpert.lora.reader_process import main; main()"
-END_SECONDS = 1.0  # that a killed reader has to end; one in a dead file system may not
+END_SECONDS = 10.0  # that a killed reader has to end; one in a dead file system may not
 
 
 class Reader:
@@ -110,12 +110,16 @@ class Reader:
             return f"was ended by signal {-status} ({signal.strsignal(-status)})"
         return f"ended with status {status}"
 
-    def close(self) -> None:
-        """End the process."""
+    def kill(self) -> None:
+        """Have the process end, and do not wait for it."""
         assert self._process.stdin is not None
         self._process.stdin.close()
         self._channel.close()
         self._process.kill()
+
+    def close(self) -> None:
+        """End the process."""
+        self.kill()
         with contextlib.suppress(subprocess.TimeoutExpired):
             self._process.wait(END_SECONDS)
 
@@ -209,7 +213,10 @@ class Readers:
 
 
 def _close_all(readers: set[Reader]) -> None:
-    for reader in list(readers):
+    closing = list(readers)
+    for reader in closing:
+        reader.kill()
+    for reader in closing:
         reader.close()
 
 

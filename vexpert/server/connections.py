@@ -23,7 +23,7 @@ class _Look:
 
     unread: int = 0  # bytes that the client should read, while no more are written
     unread_seconds: float = 0.0
-    cycle: Any = None  # uvicorn's object of one request and its answer
+    cycle: Any = "not seen"  # uvicorn's object of one request and its answer, or None
     headless_seconds: float = 0.0
 
 

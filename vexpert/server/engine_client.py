@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 logger = get_logger(__name__)
 QUEUE_SECONDS = 90  # for a constraint to be compiled, with those before it
 RESTART_WINDOW = 600.0  # seconds in which restarts are counted
-LAST_WORDS = 1.0  # seconds between the end of the connection and that of the engine
+LAST_WORDS = 10.0  # seconds between the end of the connection and that of the engine
 STOP_SECONDS = 5.0  # for the engine to end by itself
 KILL_SECONDS = 60.0  # for a killed engine to be gone; one that waits for a dead device may stay
 MAX_ADAPTER_CALLS = 256  # loads and unloads that run or wait

@@ -13,8 +13,8 @@ logger = get_logger(__name__)
 def check_keys(keys: Iterable[str]) -> None:
     """Raise ConfigError, which tells no key, unless each is one word."""
     for key in keys:
-        if key.split() != [key]:
-            what = "has white space in it" if key.strip() else "is empty"
+        if key.split() != [key] or not key.isprintable():
+            what = "has white space or control characters in it" if key.strip() else "is empty"
             remedy = "write one word for each, or leave the option out to serve without keys"
             raise ConfigError(f"api_key: a key {what}; {remedy}")
 

@@ -1,15 +1,16 @@
 """What shapes the HTTP server, beside the engine's own options.
 
-Fields with metadata are options of `vexpert serve`, made from it (vexpert/cli/serve_options.py).
+Fields with a group are options of `vexpert serve` (vexpert/cli/serve_options.py).
 """
 
 from dataclasses import dataclass, field
 from typing import Any
 
-from vexpert.config import option
-from vexpert.errors import ConfigError
+from vexpert.config import COUNT, COUNT_OR_NONE, check_options, option
 from vexpert.server.keys import check_keys, read_keys
 
+INTERVAL = (1e-3, 1e9)
+SECONDS = (0.0, 1e9)  # no wait of Python's takes more than nine times that
 TOOL_FORMATS = ("hermes", "llama3_json", "mistral")
 
 
@@ -26,6 +27,7 @@ class ServerOptions:
         *((), "keys that requests must carry, those for /metrics too", "access"),
         flag="--api-key",
         metavar="API_KEY",
+        secret=True,
     )
     api_key_file: str | None = option(
         None,
@@ -33,7 +35,9 @@ class ServerOptions:
         "access",
         metavar="FILE",
     )
-    restricted_keys: dict[str, frozenset[str]] = field(default_factory=dict)  # key: model names
+    restricted_keys: dict[str, frozenset[str]] = field(  # key: model names
+        default_factory=dict, metadata={"secret": True}
+    )
     allowed_adapter_roots: tuple[str, ...] = option(
         *((), "where adapters may be loaded from over HTTP; default: anywhere", "access"),
         metavar="FOLDER",
@@ -45,33 +49,50 @@ class ServerOptions:
     allowed_headers: tuple[str, ...] = option(("*",), "CORS headers", "access", metavar="NAME")
     allow_credentials: bool = option(False, "CORS with credentials", "access", switch=True)
 
-    max_body_bytes: int = option(16 * 2**20, "largest request body", "limits")
+    max_body_bytes: int = option(
+        16 * 2**20, "largest request body", "limits", bounds=(1, 2**63 - 1)
+    )
     max_queue_len: int | None = option(  # None: any number
-        4096, "completions accepted beyond --max-num-seqs; more get 429", "limits"
+        4096,
+        "completions accepted beyond --max-num-seqs; more get 429",
+        "limits",
+        bounds=COUNT_OR_NONE,
+    )
+    request_timeout: float = option(
+        0.0, "seconds to answer in; 0: any time", "limits", bounds=SECONDS
     )
     max_connections: int | None = option(
-        *(None, "connections at once; default: what the limit of open files leaves", "limits")
+        None,
+        "connections at once; default: what the limit of open files leaves",
+        "limits",
+        bounds=COUNT,
     )
-    request_timeout: float = option(0.0, "seconds to answer in; 0: any time", "limits")
     write_timeout: float = option(
-        30.0, "seconds that a client may read nothing of its answer; then it is cut off", "limits"
+        30.0,
+        "seconds that a client may read nothing of its answer; then it is cut off",
+        "limits",
+        bounds=(1.0, SECONDS[1]),
     )
     engine_step_timeout: float | None = option(  # None: never looked at
         300.0,
         "longest step of the engine, in seconds; a longer one hangs, and the engine is started "
         "again; 0: any time",
         "limits",
+        bounds=SECONDS,
     )
     shutdown_timeout: float = option(
-        30.0, "seconds that accepted requests have after a signal", "limits"
+        30.0, "seconds that accepted requests have after a signal", "limits", bounds=SECONDS
     )
     engine_restarts: int = option(
         3,
         "most restarts of a failed engine in 10 minutes; one more, and the server ends",
         "limits",
+        bounds=COUNT_OR_NONE,
     )
-    body_timeout: float = 60.0  # seconds to receive a body in
-    keep_alive: float = 15.0  # seconds without an event after which a stream gets a comment
+    body_timeout: float = option(60.0, "seconds to receive a body in", None, bounds=INTERVAL)
+    keep_alive: float = option(
+        15.0, "seconds without an event after which a stream gets a comment", None, bounds=INTERVAL
+    )
 
     sampling_defaults: dict[str, Any] = field(default_factory=dict)  # of generation_config.json
     chat_template: str | None = None  # in place of the tokenizer's own
@@ -88,7 +109,10 @@ class ServerOptions:
         switch=False,
     )
     status_interval: float | None = option(  # seconds between status lines; None: none
-        10.0, "no periodic status line", "logs", flag="--disable-log-stats", switch=None
+        *(10.0, "no periodic status line", "logs"),
+        flag="--disable-log-stats",
+        switch=None,
+        bounds=INTERVAL,
     )
     otlp_traces_endpoint: str | None = option(
         None,
@@ -98,10 +122,9 @@ class ServerOptions:
     )
 
     def __post_init__(self) -> None:
-        """Raises ConfigError for keys that anybody has, and for no time to answer in."""
+        """Raises ConfigError for what says nothing, and for keys that anybody has."""
+        check_options(self)
         check_keys((*self.api_keys, *self.restricted_keys))
-        if self.request_timeout < 0:
-            raise ConfigError(f"request_timeout={self.request_timeout}: must be at least 0")
 
     @property
     def time_limit(self) -> float | None:

@@ -25,6 +25,8 @@ HURRIED_SECONDS = 0.5  # the same after a second signal
 LAST_RESORT_SECONDS = 3.0  # after a second signal; then the process ends as it is
 POLL_SECONDS = 0.02
 LATE_SECONDS = 0.2  # for requests on their way at the signal: 503, and no reset connection
+LATE_TURNS = 10  # of the event loop, at least, in that time: it may have been held up
+KEEP_ALIVE_SECONDS = 25  # for a next request; longer than the 5 of clients, which must close first
 logger = get_logger(__name__)
 SIGNALS = (signal.SIGINT, signal.SIGTERM)
 
@@ -118,7 +120,8 @@ class Server(uvicorn.Server):
             logger.info(
                 "shutting down: %d requests have %.0f seconds to end", service.active, seconds
             )
-        await asyncio.sleep(LATE_SECONDS)
+        for _ in range(LATE_TURNS):
+            await asyncio.sleep(LATE_SECONDS / LATE_TURNS)
         if not await self._is_idle(seconds):
             logger.warning("shutting down: %d requests are cut off", service.active)
         service.cut("the server is shutting down and cannot complete this answer")
@@ -171,6 +174,7 @@ def run(app: FastAPI, bound: socket.socket, on_ready: Callable[[], None]) -> int
         log_config=None,
         access_log=False,  # requests_log.py writes it
         lifespan="on",
+        timeout_keep_alive=KEEP_ALIVE_SECONDS,
         timeout_graceful_shutdown=CLOSE_SECONDS,
     )
     server = Server(config, on_ready, service)

@@ -4,6 +4,7 @@ import random
 import statistics
 import time
 from collections.abc import Callable, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
@@ -117,12 +118,16 @@ class CellTimer:
 def time_cells(
     timer: CellTimer, cells: Sequence[Cell], rounds: int, done: Callable[[], None]
 ) -> dict[Cell, Timing]:
-    """Timings of all cells; rounds take turns over the cells after one that only warms up."""
+    """Timings of all cells; rounds take turns over the cells after one that only warms up.
+
+    Ctrl-C ends it: those of the cells that were timed by then.
+    """
     found = {cell: Timing() for cell in cells}
-    for seed in range(rounds + 1):
-        for cell in cells:
-            seconds = timer.round(cell, seed)
-            if seed:
-                found[cell].seconds.append(seconds)
-            done()
-    return found
+    with suppress(KeyboardInterrupt):
+        for seed in range(rounds + 1):
+            for cell in cells:
+                seconds = timer.round(cell, seed)
+                if seed:
+                    found[cell].seconds.append(seconds)
+                done()
+    return {cell: timing for cell, timing in found.items() if timing.seconds}

@@ -4,6 +4,7 @@ import argparse
 import dataclasses
 import gc
 import json
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -168,17 +169,28 @@ def _report(
         print(row.line(columns), flush=True)
 
     base = _measure(args, dataclasses.replace(config, enable_lora=False), [], alone, mix)
+    is_whole = _is_whole(base, args.repeats, alone)
     print(LEGEND)
     print(columns.heading())
     for cell, timing in base.items():
         show(CellRow(cell, "base", timing, None, None))
-    lora = _measure(args, config, modules, cells, mix) if config.enable_lora else {}
+    lora: dict[Cell, Timing] = {}
+    if config.enable_lora and is_whole:
+        lora = _measure(args, config, modules, cells, mix)
+        is_whole = _is_whole(lora, args.repeats, cells)
     for cell, timing in lora.items():
         floor = _floor(shape, cell, rank, mix)
         beside = base[dataclasses.replace(cell, adapters=0)]
         show(CellRow(cell, "lora", timing, beside, floor))
     _print_json(args, rows, shape, rank, mix)
-    return 0
+    if not is_whole:
+        print("interrupted", file=sys.stderr)
+    return 0 if is_whole else 130
+
+
+def _is_whole(found: "dict[Cell, Timing]", repeats: int, cells: Sequence["Cell"]) -> bool:
+    """Whether no round of any cell is missing."""
+    return all(cell in found and len(found[cell].seconds) == repeats for cell in cells)
 
 
 def _floor(shape: "ModelShape | None", cell: "Cell", rank: int, mix: "Mix") -> float | None:

@@ -25,7 +25,7 @@ class FunctionDefinition(StrictModel):
     name: ToolName
     description: str | None = None
     parameters: dict[str, Any] | None = None  # a JSON schema; none: no parameters
-    strict: bool | None = None  # arguments of a forced call keep to the schema either way
+    strict: bool | None = None  # a call that is not forced keeps to the schema as well
 
 
 class Tool(StrictModel):

@@ -1,10 +1,8 @@
 """How families of models write tool calls in text."""
 
-import json
 from dataclasses import dataclass
-from typing import Any
 
-from vexpert.engine.structured_outputs import MAX_WHITESPACE
+PYTHON_TAG = "<|python_tag|>"  # of llama3_json, in front of a call
 
 
 @dataclass(frozen=True)
@@ -56,35 +54,3 @@ FORMATS = {
         ),
     )
 }
-
-
-def calls_constraint(format: ToolFormat, tools: list[dict[str, Any]], single: bool) -> str:
-    """A structural tag: one call of one of `tools`, or several; behind `format.opening`.
-
-    Each tool is a function: {"name": ..., "parameters": schema}. White space between two parts of
-    the arguments is bounded: a model that is made to call might write nothing else.
-    """
-    begin = '{{"name": {name}, "{key}": '
-    tags = [
-        {
-            "type": "tag",
-            "begin": begin.format(name=json.dumps(tool["name"]), key=format.arguments),
-            "content": {
-                "type": "json_schema",
-                "json_schema": tool["parameters"],
-                "max_whitespace_cnt": MAX_WHITESPACE,
-            },
-            "end": "}",
-        }
-        for tool in tools
-    ]
-    calls = {
-        "type": "tags_with_separator",
-        "tags": tags,
-        "separator": format.separator,
-        "at_least_one": True,
-        "stop_after_first": single,
-    }
-    closing = [{"type": "const_string", "value": format.closing}] if format.closing else []
-    content = {"type": "sequence", "elements": [calls, *closing]}
-    return json.dumps({"type": "structural_tag", "format": content}, ensure_ascii=False)

@@ -6,7 +6,7 @@ from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
-from vexpert.server.tools.formats import ToolFormat
+from vexpert.server.tools.formats import PYTHON_TAG, ToolFormat
 
 
 @dataclass(frozen=True)
@@ -42,7 +42,6 @@ LONGEST_HEADER = 2000  # characters; beyond, an object is read whole
 DECODER = json.JSONDecoder(strict=False, parse_int=str)  # an int has a largest number of digits
 COLON = re.compile(r"\s*:\s*")
 COMMA = re.compile(r"\s*(?:,\s*(?!\})|(?=\}))")
-PYTHON_TAG = "<|python_tag|>"  # llama's, in front of a call
 
 
 class JsonEnd:

@@ -4,12 +4,13 @@ from dataclasses import dataclass
 from typing import Any
 
 from vexpert.config import shown
-from vexpert.engine.structured_outputs import StructuredOutputs, enforceable
+from vexpert.engine.structured_outputs import StructuredOutputs, enforceable, own_tag
 from vexpert.errors import RequestError
 from vexpert.server.protocol.chat import ChatCompletionRequest
 from vexpert.server.protocol.tools import Tool
-from vexpert.server.tools.formats import ToolFormat, calls_constraint
+from vexpert.server.tools.formats import ToolFormat
 from vexpert.server.tools.parser import ToolParser
+from vexpert.server.tools.tags import Function, calls_constraint, words_constraint
 
 NO_PARSER = (
     "tools: this server was started without a tool format; start it with --tool-call-parser, "
@@ -38,19 +39,37 @@ class ToolPlan:
         return ToolParser(self.format, is_open=self.is_forced, single=self.single)
 
     def constraint(self) -> StructuredOutputs | None:
-        """Of the text, where a call is forced. Raises RequestError for a malformed schema."""
-        if not self.is_forced:
+        """Of the text, where a call is forced or a tool is strict.
+
+        Raises RequestError for a schema that cannot be enforced.
+        """
+        if not self.is_forced and not any(tool.function.strict for tool in self.tools):
             return None
-        functions = []
-        for tool in self.tools:
-            parameters = tool.function.parameters or {"type": "object", "properties": {}}
-            schema = enforceable(parameters, "tools")
-            if not _may_be_object(parameters):
-                name = tool.function.name
-                raise RequestError(f"tools: parameters of {name!r}: use type 'object'", "tools")
-            functions.append({"name": tool.function.name, "parameters": schema})
-        tag = calls_constraint(self.format, functions, self.single)
-        return StructuredOutputs(structural_tag=tag, param="tools")
+        functions, sizes = zip(*map(self._function, self.tools), strict=True)
+        if self.is_forced:
+            tag = calls_constraint(self.format, functions, self.single)
+        else:
+            tag = words_constraint(self.format, functions)
+        return own_tag(tag, sum(sizes), "tools", special_tokens=not self.is_forced)
+
+    def _function(self, tool: Tool) -> tuple[Function, int]:
+        """(a function, its size); unless something asks for more, arguments are any object."""
+        if self.is_forced or tool.function.strict:
+            return _enforced(tool)
+        return {"name": tool.function.name, "parameters": {"type": "object"}}, 1
+
+
+def _enforced(tool: Tool) -> tuple[Function, int]:
+    """A function whose arguments keep to its schema."""
+    name = tool.function.name
+    parameters = tool.function.parameters or {"type": "object", "properties": {}}
+    try:
+        schema, size = enforceable(parameters, "tools")
+    except RequestError as error:
+        raise RequestError(f"{error} (parameters of {name!r})", "tools") from error
+    if not _may_be_object(parameters):
+        raise RequestError(f"tools: parameters of {name!r}: use type 'object'", "tools")
+    return {"name": name, "parameters": schema}, size
 
 
 def _may_be_object(schema: dict[str, Any]) -> bool:

@@ -1,0 +1,58 @@
+"""Versions whose requests cannot go on, and why. Called under the manager's lock."""
+
+import time
+from collections.abc import Callable
+
+from vexpert.lora.adapter_state import State
+from vexpert.lora.adapter_version import Version
+from vexpert.lora.types import AdapterRef
+
+
+class Endings:
+    """Collected in a step and beside it, told once at the next one's begin.
+
+    `shut_out` says why a version can have no room, whoever else leaves; None: it can.
+    """
+
+    def __init__(self, shut_out: Callable[[Version], str | None]) -> None:
+        self._shut_out = shut_out
+        self._reasons: dict[AdapterRef, str] = {}
+        self._overdue: dict[Version, float] = {}  # time.monotonic() at which each ends
+        self._without_room: set[Version] = set()  # asked for a slot in this step
+
+    def end(self, version: Version, reason: str) -> None:
+        """At the next step."""
+        self._reasons[version.ref] = reason
+
+    def end_after(self, version: Version, seconds: float) -> None:
+        """What runs of an unloaded `version` then."""
+        self._overdue[version] = time.monotonic() + seconds
+
+    def end_if_shut_out(self, version: Version) -> None:
+        """At the next step, if pinned adapters still leave it no room then."""
+        self._without_room.add(version)
+
+    def forget(self, version: Version) -> None:
+        """`version` is gone: nobody uses it."""
+        self._overdue.pop(version, None)
+        self._without_room.discard(version)
+
+    def take(self) -> dict[AdapterRef, str]:
+        """What ends now, with the reasons; it is not told again."""
+        self._end_overdue()
+        for version in self._without_room:
+            if version.life.state is State.HOST and (why := self._shut_out(version)):
+                self.end(version, f"adapter {version.ref.name!r}: {why}")  # itself, it stays loaded
+        self._without_room.clear()
+        reasons, self._reasons = self._reasons, {}
+        return reasons
+
+    def _end_overdue(self) -> None:
+        now = time.monotonic()
+        for version in [version for version, end in self._overdue.items() if end <= now]:
+            del self._overdue[version]
+            self.end(
+                version,
+                f"adapter {version.ref.name!r} was unloaded, and its requests had time to "
+                "finish until now",
+            )
