@@ -69,6 +69,7 @@ def test_a_page_holds_wanted_states_and_names() -> None:
 
 def test_one_call_looks_at_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "EXAMINED", 10)
+    monkeypatch.setattr(listing, "COUNTED", 15)
     found = filled(*(version(f"n{i:04d}", i) for i in range(1000)))
     looked_at = 0
 
@@ -82,7 +83,7 @@ def test_one_call_looks_at_few(monkeypatch: pytest.MonkeyPatch) -> None:
     assert looked_at == 10
     assert found.some_names(3).names == ["n0000", "n0001", "n0002"]
     assert refs(found.named(["n0500"])) == ["n0500500"]
-    assert looked_at == 21  # one more is of the info
+    assert looked_at == 26  # one more is of the info
 
 
 def test_a_message_shows_the_first_names_and_counts_the_rest() -> None:

@@ -7,7 +7,8 @@ from threading import RLock
 from vexpert.lora.adapter_version import Version
 from vexpert.lora.info import UNUSABLE, AdapterInfo, AdapterPage, ListedNames
 
-EXAMINED = 500  # versions that one call looks at: about a millisecond, whatever it looks for
+EXAMINED = 2000  # versions that one page looks at: about a millisecond, whatever it looks for
+COUNTED = 200  # versions that are looked at for a message
 
 
 class Listing:
@@ -63,7 +64,7 @@ class Listing:
             if name != last and (place - start >= EXAMINED or len(names) == most):
                 return found, last
             last = name
-            if part in name.lower() and (not states or version.shown_state in states):
+            if (not part or part in name.lower()) and (not states or version.shown_state in states):
                 found.append(version)
                 names.add(name)
         return found, None
@@ -76,7 +77,7 @@ class Listing:
         with self._lock:
             states = [
                 (version.ref.name, version.shown_state)
-                for version in self._order[:EXAMINED]
+                for version in self._order[:COUNTED]
                 if not version.life.is_retired
             ]
             names = [name for name, state in states if state not in without]
