@@ -7,6 +7,7 @@ of the row's own adapter. A wrong block, slot, position or a stale entry changes
 
 import dataclasses
 import itertools
+import threading
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,6 +23,7 @@ from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.lora.adapter_version import check_newest
 from vexpert.lora.chat_template import ChatTemplate
+from vexpert.lora.listing import Listing
 from vexpert.lora.types import (
     AdapterInfo,
     AdapterRef,
@@ -57,6 +59,7 @@ class FakeManager:
 
     def __post_init__(self) -> None:
         self._versions = itertools.count(1)
+        self.listing = Listing(threading.RLock(), {})
 
     def load(
         self,

@@ -8,7 +8,7 @@ import json
 import threading
 import time
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -26,7 +26,7 @@ from vexpert.errors import (
     RequestError,
 )
 from vexpert.lora.chat_template import ChatTemplate, read_template
-from vexpert.lora.info import AdapterInfo
+from vexpert.lora.info import UNUSABLE, AdapterInfo, AdapterPage, ListedNames
 
 BASE = "vexpert-demo"
 EOS = 0
@@ -83,6 +83,36 @@ def word_of(prompt: str) -> str:
     return prompt.rpartition("<user>")[2].partition("\n")[0]
 
 
+class FakeListing:
+    """The adapters of a fake engine in parts; `looks` counts infos that were given away."""
+
+    def __init__(self) -> None:
+        self.adapters: dict[str, AdapterInfo] = {}
+        self.looks = 0
+
+    def page(
+        self, after: str | None, most: int, states: frozenset[str] = frozenset(), part: str = ""
+    ) -> AdapterPage:
+        found = [
+            self.adapters[name]
+            for name in sorted(self.adapters)
+            if part in name.lower() and (after is None or name > after)
+            if not states or self.adapters[name].state in states
+        ]
+        self.looks += len(found[:most])
+        return AdapterPage(found[:most], found[most - 1].name if len(found) > most else None)
+
+    def named(self, names: Sequence[str]) -> Sequence[AdapterInfo]:
+        found = [self.adapters[name] for name in names if name in self.adapters]
+        self.looks += len(found)
+        return found
+
+    def some_names(self, most: int) -> ListedNames:
+        names = [name for name, info in self.adapters.items() if info.state not in UNUSABLE]
+        self.looks += most
+        return ListedNames(sorted(names)[:most], len(names) - most)
+
+
 @dataclass
 class FakeRequest:
     """A request the fake engine runs."""
@@ -120,7 +150,8 @@ class FakeEngine:
         self.aborted: list[str] = []
         self.requests: dict[str, FakeRequest] = {}
         self.step_thread: int | None = None
-        self._adapters: dict[str, AdapterInfo] = {}
+        self.adapter_listing = FakeListing()
+        self._adapters = self.adapter_listing.adapters
         self._templates: dict[str, ChatTemplate] = {}
         self._versions: Counter[str] = Counter()
         self._prompt_tokens = self._tokens = self._steps = 0

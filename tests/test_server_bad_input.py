@@ -366,6 +366,7 @@ def test_no_guess_is_made_at_a_word_of_megabytes(monkeypatch: pytest.MonkeyPatch
     [
         ("/health", {"X-Long": "a" * 20_000}, 431, "16384 bytes"),
         ("/health", {f"X-{i}": "a" * 100 for i in range(200)}, 431, "16384 bytes"),
+        ("/health", dict.fromkeys((f"X-{i}" for i in range(2000)), ""), 431, "16384 bytes"),
         ("/" + "a" * 20_000, {}, 431, "16384 bytes"),
         ("/health?" + "a=b&" * 5000, {}, 431, "16384 bytes"),
         ("/health", {"Content-Encoding": "gzip"}, 415, "Content-Encoding"),

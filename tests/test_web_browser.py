@@ -9,6 +9,7 @@ import threading
 import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -16,7 +17,7 @@ import httpx
 import pytest
 from helpers_browser import Browser, browser
 from helpers_demo import TASKS, expected
-from helpers_server import BASE, make_fake_engine, serving, wait_for
+from helpers_server import BASE, NAMES, make_fake_engine, serving, wait_for
 
 from vexpert import demo
 from vexpert.server.options import ServerOptions
@@ -197,6 +198,37 @@ def test_many_adapters(window: Browser) -> None:
         leave(window)
 
 
+def test_thousands_of_adapters_are_asked_for_in_part(window: Browser) -> None:
+    engine = make_fake_engine()
+    for i in range(1000):
+        engine.load_adapter(f"tenant-{i:03d}", "bundled")
+        if i not in (7, 998):  # the others are in their files alone
+            adapters = engine.adapter_listing.adapters
+            adapters[f"tenant-{i:03d}"] = replace(adapters[f"tenant-{i:03d}"], state="registered")
+    rows = "return [...document.querySelectorAll('#rows tr')].map((one) => one.dataset.adapter)"
+    with serving(engine) as server:
+        window.open(server.url)
+        window.wait(COUNT, 200)
+        engine.adapter_listing.looks = 0
+        window.type("#filter", "-998")
+        window.wait(COUNT, 1)
+        assert window.text("#chosen") == "8 chosen"
+        window.click("#all")
+        assert window.text("#chosen") == "1 chosen"
+        window.type("#prompt", "hello")
+        window.press("Enter")
+        assert window.wait(ANSWERS, 1) == {"tenant-998": "hello"}
+        names = window.run(rows)
+        assert len(names) == 200
+        assert names[:6] == sorted([*NAMES, "tenant-007", "tenant-998"])
+        assert window.run("return !document.getElementById('rows-more').hidden")
+        window.type("#find", "ANT-99")
+        window.wait(f"{rows.replace('return', 'const names =')}; return names.length === 10")
+        assert window.run(rows) == [f"tenant-99{i}" for i in range(10)]
+        assert engine.adapter_listing.looks < 5000
+        leave(window)
+
+
 def test_it_asks_for_a_key(window: Browser) -> None:
     options = ServerOptions((BASE,), api_keys=("secret",), status_interval=None)
     with serving(make_fake_engine(), options) as server:
@@ -232,14 +264,14 @@ def test_an_engine_that_does_not_answer_is_told(
 ) -> None:
     with serving(make_fake_engine()) as server:
         engine, released = server.app.state.service.engine, threading.Event()
-        versions = engine.versions
+        page = engine.adapter_page
 
-        async def held() -> Any:
+        async def held(*wanted: Any) -> Any:
             while not released.is_set():
                 await asyncio.sleep(0.05)
-            return await versions()
+            return await page(*wanted)
 
-        monkeypatch.setattr(engine, "versions", held)
+        monkeypatch.setattr(engine, "adapter_page", held)
         window.open(server.url)
         window.wait(STATUS, "not reachable: no answer within 8 seconds")
         assert window.run(STATE, "bad")

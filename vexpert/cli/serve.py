@@ -109,11 +109,12 @@ def run(args: argparse.Namespace) -> int:
 def _bind_and_serve(args: argparse.Namespace, config: EngineConfig, boot: Boot) -> int:
     limit_spinning()
 
-    from vexpert.server.listen import allow_many_files, bind
+    from vexpert.server.listen import allow_many_files, bind, most_connections
     from vexpert.server.tracing import check_endpoint
 
     check_endpoint(args.otlp_traces_endpoint)
     allow_many_files()
+    most_connections(args.max_connections)  # refused before anything heavy begins
     try:
         bound = bind(args.host, args.port)
     except OSError as error:

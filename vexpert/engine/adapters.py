@@ -1,5 +1,6 @@
 """What the engine asks of an adapter manager, and the manager of an engine without adapters."""
 
+import threading
 from collections.abc import Iterable
 from typing import Any, Protocol
 
@@ -8,6 +9,7 @@ import torch
 from vexpert.config import shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.lora.chat_template import ChatTemplate
+from vexpert.lora.listing import Listing
 from vexpert.lora.types import AdapterInfo, AdapterRef, BatchView, TierUsage, Wait
 
 
@@ -16,6 +18,8 @@ class AdapterSource(Protocol):
 
     A (name, version) means the same weights for the life of the process: KV blocks are keyed by it.
     """
+
+    listing: Listing  # all versions by name
 
     @property
     def num_slots(self) -> int:
@@ -93,6 +97,9 @@ class NoAdapters:
     """The manager of an engine with `enable_lora=False`: it knows no adapter and loads none."""
 
     num_slots = 0
+
+    def __init__(self) -> None:
+        self.listing = Listing(threading.RLock(), {})
 
     def load(self, name: str, path: str | None = None, **options: Any) -> AdapterInfo:
         raise AdapterError(f"cannot load adapter {shown(name)}: this engine has enable_lora=False")

@@ -34,6 +34,7 @@ from vexpert.engine.validation import check_params, check_prompt
 from vexpert.engine.warmup import WarmUp, warm_up
 from vexpert.errors import AdapterNotFoundError, RequestError
 from vexpert.lora.chat_template import ChatTemplate
+from vexpert.lora.listing import Listing
 from vexpert.lora.types import AdapterInfo, AdapterRef
 from vexpert.models.types import ServedModel
 
@@ -346,6 +347,11 @@ class Engine:
     def adapters(self) -> list[AdapterInfo]:
         """All adapters, also those that drain or are errored. From any thread."""
         return self._adapters.list()
+
+    @property
+    def adapter_listing(self) -> Listing:
+        """The same in parts; in any thread."""
+        return self._adapters.listing
 
     def stats(self) -> EngineStats:
         """One look at queues, blocks and counters."""

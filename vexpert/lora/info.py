@@ -1,6 +1,10 @@
 """What is told of adapters: plain figures, which need no torch."""
 
 from dataclasses import dataclass
+from typing import NamedTuple
+
+USABLE = ("registered", "loading", "host", "device")
+UNUSABLE = ("errored", "draining")  # states of adapters that no new request may use
 
 
 @dataclass(frozen=True)
@@ -24,6 +28,24 @@ class AdapterInfo:
     loads: int = 0  # reads from disk, or from memory
     load_seconds: float = 0.0  # of the last of them: read, checked and packed
     evictions: int = 0  # from the device
+
+
+class AdapterPage(NamedTuple):
+    """Some of all adapters, by name and version; all versions of a name are on one page."""
+
+    infos: list[AdapterInfo]
+    last: str | None  # the name to go on after; None: no more follow
+
+
+class ListedNames(NamedTuple):
+    """Some of all names, for a message."""
+
+    names: list[str]
+    more: int  # that are not told
+
+    def __str__(self) -> str:
+        more = f" and {self.more} more" if self.more > 0 else ""
+        return (", ".join(self.names) or "none") + more
 
 
 @dataclass(frozen=True)

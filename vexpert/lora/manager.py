@@ -20,7 +20,7 @@ from vexpert.errors import AdapterError, AdapterGoneError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_name import check_name
 from vexpert.lora.adapter_state import State, with_remedy
-from vexpert.lora.adapter_version import Version, check_newest, some_names
+from vexpert.lora.adapter_version import SHOWN_NAMES, Version, check_newest
 from vexpert.lora.budget import arena_bytes, host_bytes, reader_count, slab_bytes, slot_count
 from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.device_tier import DeviceTier
@@ -29,6 +29,7 @@ from vexpert.lora.eviction import check_owners, is_in_use
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.host_memory import HostMemory
 from vexpert.lora.host_tier import HostTier
+from vexpert.lora.listing import Listing
 from vexpert.lora.pool import SlotPool
 from vexpert.lora.source import AdapterLoader, AdapterReader, Source, check_path, make_source
 from vexpert.lora.types import (
@@ -96,6 +97,7 @@ class AdapterManager:
         self._reserved = reserved
         self._current: dict[str, Version] = {}
         self._versions: dict[AdapterRef, Version] = {}  # current ones, and retired ones in use
+        self.listing = Listing(self._lock, self._current)  # the same
         self._reserved_now: set[str] = set()  # names that are being loaded
         self._endings = Endings(self._shut_out)
         self._next_version = itertools.count(1)
@@ -195,10 +197,7 @@ class AdapterManager:
 
     def list(self) -> list[AdapterInfo]:
         """Every adapter by name, then version; replaced and unloaded ones drain."""
-        with self._lock:
-            versions = list(self._versions.values())
-        versions.sort(key=lambda version: (version.ref.name, version.ref.version))
-        return [version.info() for version in versions]
+        return self.listing.all()
 
     def resolve(self, name: str) -> AdapterRef:
         """The newest version of `name`; AdapterNotFoundError if there is none."""
@@ -355,6 +354,7 @@ class AdapterManager:
             for version in self._device.policy.in_slot.values():
                 assert self._versions.get(version.ref) is version, f"{version.ref} leaked a slot"
             assert all(self._versions[v.ref] is v for v in self._current.values())
+            self.listing.check_integrity(self._versions.values())
 
     def _read_template(self, version: Version) -> None:
         """Raises AdapterGoneError; the read of its weights then finds the same, for good."""
@@ -400,6 +400,7 @@ class AdapterManager:
         if name in self._current:
             self._retire(self._current[name], is_replaced=True)
         self._current[name] = self._versions[version.ref] = version
+        self.listing.add(version)
         self._use(version)
         if version.is_pinned:
             self._device.bring(version)
@@ -411,9 +412,8 @@ class AdapterManager:
     def _find(self, name: str) -> Version:
         version = self._current.get(name) if isinstance(name, str) else None
         if version is None:
-            raise AdapterNotFoundError(
-                f"no adapter {shown(name, 300)}; loaded adapters: {some_names(self._current)}"
-            )
+            known = self.listing.some_names(SHOWN_NAMES, without=())
+            raise AdapterNotFoundError(f"no adapter {shown(name, 300)}; loaded adapters: {known}")
         return version
 
     def _use(self, version: Version) -> None:
@@ -434,7 +434,8 @@ class AdapterManager:
             self._device.remove(version)
             self._host.drop(version)
             self._endings.forget(version)
-            self._versions.pop(version.ref, None)
+            if self._versions.pop(version.ref, None) is not None:
+                self.listing.remove(version)
 
     def _settle(self, version: Version) -> None:
         """A read or a copy of `version` has ended, maybe with an error."""

@@ -10,6 +10,7 @@ from starlette.middleware.cors import CORSMiddleware
 from vexpert import __version__
 from vexpert.server.deadlines import DeadlineMiddleware
 from vexpert.server.errors import install_error_handlers
+from vexpert.server.head import HeadMiddleware
 from vexpert.server.interface import EngineHost
 from vexpert.server.middleware import (
     OPEN_PATHS,
@@ -53,6 +54,7 @@ def create_app(engine: EngineHost, options: ServerOptions | None = None) -> Fast
 
 def _add_layers(app: FastAPI, service: Service, options: ServerOptions) -> None:
     """The last one added sees a request first."""
+    app.add_middleware(HeadMiddleware)
     app.add_middleware(UnexpectedErrorMiddleware)
     app.add_middleware(
         BodyLimitMiddleware, limit=options.max_body_bytes, seconds=options.body_timeout

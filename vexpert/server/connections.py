@@ -48,6 +48,23 @@ class Connections:
                 if self._has_no_head(protocol, look):
                     _reset(protocol)
 
+    def close_idle(self, most: int) -> bool:
+        """Close the connections that wait for a request longest, `most` of them; whether any do.
+
+        One that came since the look before the last one does not count: its request is on its way.
+        """
+        waited = self._interval * 1.5  # one look may be at the very start
+        found = [
+            (look.headless_seconds, protocol)
+            for protocol, look in self._looks.items()
+            if look.headless_seconds > waited and not protocol.transport.is_closing()
+            if protocol.cycle is look.cycle and (look.cycle is None or look.cycle.response_complete)
+        ]
+        found.sort(key=lambda pair: -pair[0])
+        for _, protocol in found[:most]:
+            _reset(protocol)
+        return bool(found)
+
     def abort_all(self) -> None:
         """Close every connection now, whatever its client has not read."""
         for protocol in list(self._protocols):

@@ -8,7 +8,7 @@ import asyncio
 import itertools
 import time
 from collections import deque
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
 
@@ -16,11 +16,12 @@ from vexpert.engine.validation import check_params
 from vexpert.errors import RequestError, VexpertError
 from vexpert.log import get_logger
 from vexpert.lora.chat_template import ChatTemplate
+from vexpert.lora.info import AdapterPage, ListedNames
 from vexpert.server.beside import beside
 from vexpert.server.deltas import read_plain, read_update
 from vexpert.server.engine_link import Link
 from vexpert.server.heartbeat import Heartbeat
-from vexpert.server.interface import UNUSABLE, EngineHost, LoraModule
+from vexpert.server.interface import EngineHost, LoraModule
 from vexpert.server.progress import (
     EngineFailedError,
     Failure,
@@ -236,14 +237,23 @@ class AsyncEngine:
         """The chat template that an adapter was loaded with. Raises AdapterError."""
         return ChatTemplate(*await self._call("adapter_template", name))
 
-    async def versions(self) -> "list[AdapterInfo]":
-        """Every version of every adapter, errored and draining ones too."""
-        return [read_info(fields) for fields in await self._call("adapters")]
+    async def adapter_page(
+        self, after: str | None, most: int, states: Collection[str] = (), part: str = ""
+    ) -> AdapterPage:
+        """Versions of the first `most` names behind `after`, or of fewer.
 
-    async def adapters(self) -> "list[AdapterInfo]":
-        """Adapters that requests may name, one per name, sorted."""
-        usable = (info for info in await self.versions() if info.state not in UNUSABLE)
-        return sorted({info.name: info for info in usable}.values(), key=lambda info: info.name)
+        With a state of `states`, where there are any, and `part` in the name, in lower case.
+        """
+        infos, last = await self._call("adapter_page", after, most, [*states], part)
+        return AdapterPage([read_info(fields) for fields in infos], last)
+
+    async def adapters_named(self, names: Collection[str]) -> "list[AdapterInfo]":
+        """Every version of these adapters, errored and draining ones too."""
+        return [read_info(fields) for fields in await self._call("adapters_named", [*names])]
+
+    async def some_adapter_names(self, most: int) -> ListedNames:
+        """The first `most` names of adapters that requests may use."""
+        return ListedNames(*await self._call("adapter_names", most))
 
     async def stats(self) -> "EngineStats":
         """The engine's statistics, taken between two steps."""

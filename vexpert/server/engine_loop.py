@@ -14,10 +14,11 @@ from typing import Any
 
 from vexpert.errors import VexpertError
 from vexpert.log import get_logger
+from vexpert.lora.info import UNUSABLE
 from vexpert.server.constraints import Constraints
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deltas import Progress
-from vexpert.server.interface import UNUSABLE, EngineFacts, EngineProtocol
+from vexpert.server.interface import EngineFacts, EngineProtocol
 from vexpert.server.progress import OverloadedError
 from vexpert.server.wire import (
     READ_BYTES,
@@ -259,8 +260,21 @@ def _template(engine: EngineProtocol, name: str) -> tuple[str | None, str | None
     return found.text, found.fault, found.version
 
 
+def _page(
+    engine: EngineProtocol, after: str | None, most: int, states: list[str], part: str
+) -> tuple[list[Any], str | None]:
+    infos, last = engine.adapter_listing.page(after, most, frozenset(states), part)
+    return [info_fields(info) for info in infos], last
+
+
+def _named(engine: EngineProtocol, names: list[str]) -> list[Any]:
+    return [info_fields(info) for info in engine.adapter_listing.named(names)]
+
+
 METHODS: dict[str, Callable[..., Any]] = {
-    "adapters": lambda engine: [info_fields(info) for info in engine.adapters()],
+    "adapter_page": _page,
+    "adapters_named": _named,
+    "adapter_names": lambda engine, most: engine.adapter_listing.some_names(most),
     "adapter_folder": lambda engine, name: engine.adapter_folder(name),
     "adapter_template": _template,
     "load": _load,
@@ -268,5 +282,6 @@ METHODS: dict[str, Callable[..., Any]] = {
     "stats": lambda engine: stats_fields(engine.stats()),
     "check_integrity": lambda engine: engine.check_integrity(),
 }
-QUICK = ("adapters", "adapter_folder")  # run by the reading thread itself
+# Run by the reading thread itself.
+QUICK = ("adapter_page", "adapters_named", "adapter_names", "adapter_folder")
 BESIDE = ("load", "unload")  # on threads of their own

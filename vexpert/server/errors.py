@@ -30,6 +30,7 @@ from vexpert.server.validation import explain
 logger = get_logger(__name__)
 MOST_CHARACTERS = 2**15  # of a message: the keys of a refused adapter fit, a client's megabytes not
 MOST_PARAM = 1000
+MOST_PATH = 200
 
 SERVER_ERRORS = (
     EngineFailedError,
@@ -129,7 +130,7 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 async def _refuse_http(request: Request, error: Exception) -> JSONResponse:
     """Starlette's own refusals: of a path or a method that no route has, in more words."""
     assert isinstance(error, HTTPException)
-    method, path = request.method, request.url.path
+    method, path = request.method, _cut(request.url.path, MOST_PATH)
     if error.status_code == 404 and "endpoint" not in request.scope:
         return error_response(ApiError(no_such_route(method, path), 404, code="not_served"))
     if error.status_code == 405:

@@ -5,6 +5,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Protocol
 
+from vexpert.lora.info import AdapterPage, ListedNames
+
 if TYPE_CHECKING:
     from vexpert.config import EngineConfig
     from vexpert.engine.outputs import EngineStats, RequestOutput
@@ -12,8 +14,6 @@ if TYPE_CHECKING:
     from vexpert.lora.chat_template import ChatTemplate
     from vexpert.lora.info import AdapterInfo
     from vexpert.models.types import ModelInfo
-
-UNUSABLE = ("errored", "draining")  # states of adapters that no new request may use
 
 
 class Tokenizer(Protocol):
@@ -27,6 +27,21 @@ class Tokenizer(Protocol):
 
     def decode(self, token_ids: Any) -> Any:
         """Text of `token_ids`."""
+
+
+class AdapterListing(Protocol):
+    """All adapters of an engine, in parts; any thread. See `vexpert.lora.listing`."""
+
+    def page(
+        self, after: str | None, most: int, states: frozenset[str] = frozenset(), part: str = ""
+    ) -> AdapterPage:
+        """The first `most` names behind `after`, or fewer; `states`: none are any."""
+
+    def named(self, names: Sequence[str]) -> "Sequence[AdapterInfo]":
+        """All versions of `names`."""
+
+    def some_names(self, most: int) -> ListedNames:
+        """The first `most` names that requests may use."""
 
 
 class EngineProtocol(Protocol):
@@ -100,7 +115,11 @@ class EngineProtocol(Protocol):
         """Unload an adapter. Raises AdapterNotFoundError."""
 
     def adapters(self) -> "list[AdapterInfo]":
-        """All known adapters."""
+        """All known adapters; for the boot: of thousands it takes a while."""
+
+    @property
+    def adapter_listing(self) -> AdapterListing:
+        """The same in parts."""
 
     def stats(self) -> "EngineStats":
         """One look at the engine."""

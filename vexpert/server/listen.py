@@ -3,7 +3,12 @@
 import resource
 import socket
 
+from vexpert.errors import ConfigError
+
 MANY_FILES = 2**16
+# Not for connections: the engine's socket, pipes, libraries, files that are read, those connections
+# that are accepted to say no, and those that are closed but not gone.
+RESERVED_FILES = 128
 
 
 def allow_many_files() -> None:
@@ -12,6 +17,21 @@ def allow_many_files() -> None:
     most = MANY_FILES if hard == resource.RLIM_INFINITY else min(MANY_FILES, hard)
     if soft != resource.RLIM_INFINITY and soft < most:
         resource.setrlimit(resource.RLIMIT_NOFILE, (most, hard))
+
+
+def most_connections(wanted: int | None) -> int:
+    """Connections at once: `wanted`, or what the limit of open files leaves. Raises ConfigError."""
+    limit, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    limit = MANY_FILES if limit == resource.RLIM_INFINITY else limit
+    possible = limit - RESERVED_FILES
+    if possible < 1:
+        needed = RESERVED_FILES + 1
+        message = f"the limit of open files is {limit}, and a server needs {needed} at least"
+        raise ConfigError(f"{message}; raise it with `ulimit -n`")
+    if wanted is not None and not 1 <= wanted <= possible:
+        message = f"max_connections={wanted}: use 1 to {possible}"
+        raise ConfigError(f"{message}, or raise the limit of open files, {limit} (`ulimit -n`)")
+    return possible if wanted is None else wanted
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -37,7 +37,7 @@ class Metrics:
         restarts: int = 0,
         is_answered: bool = True,
     ) -> bytes:
-        """The page for `stats`, all adapters and the recorder's present counts.
+        """The page for `stats`, adapters with a label of their own, and the recorder's counts.
 
         `is_answered`: the engine just told `stats`; else they are older, None where it never did.
         """

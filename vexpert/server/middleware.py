@@ -15,6 +15,7 @@ logger = get_logger(__name__)
 
 OPEN_PATHS = ("/health", "/ready", "/ping")  # probes have no key
 MOST_HEAD_BYTES = 2**14  # of a path and headers; the parser bounds only what comes in pieces
+AROUND = 4  # bytes of a header beside its name and value: a colon, a space, the end of the line
 
 
 def _header(scope: Scope, name: bytes) -> bytes:
@@ -126,7 +127,7 @@ class BodyLimitMiddleware:
 
     def _refusal(self, scope: Scope) -> ApiError | None:
         """What the head alone tells."""
-        size = sum(len(name) + len(value) for name, value in scope["headers"])
+        size = sum(len(name) + len(value) + AROUND for name, value in scope["headers"])
         size += len(scope.get("raw_path") or b"") + len(scope["query_string"])
         if size > MOST_HEAD_BYTES:
             return ApiError(f"the path and headers have more than {MOST_HEAD_BYTES} bytes", 431)

@@ -6,7 +6,7 @@ Fields with a group are options of `vexpert serve` (vexpert/cli/serve_options.py
 from dataclasses import dataclass, field
 from typing import Any
 
-from vexpert.config import COUNT_OR_NONE, check_options, option
+from vexpert.config import COUNT, COUNT_OR_NONE, check_options, option
 from vexpert.server.keys import check_keys, read_keys
 
 INTERVAL = (1e-3, 1e9)
@@ -60,6 +60,12 @@ class ServerOptions:
     )
     request_timeout: float = option(
         0.0, "seconds to answer in; 0: any time", "limits", bounds=SECONDS
+    )
+    max_connections: int | None = option(
+        None,
+        "connections at once; default: what the limit of open files leaves",
+        "limits",
+        bounds=COUNT,
     )
     write_timeout: float = option(
         30.0,

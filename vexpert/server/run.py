@@ -15,7 +15,9 @@ from fastapi import FastAPI
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vexpert.log import get_logger
+from vexpert.server.acceptor import Acceptor
 from vexpert.server.connections import Connections
+from vexpert.server.listen import most_connections
 from vexpert.server.service import Service
 
 CLOSE_SECONDS = 5  # for connections to close once their requests have ended
@@ -46,7 +48,9 @@ class Server(uvicorn.Server):
         self._connections = Connections(
             self.server_state.connections, service.options.write_timeout
         )
+        self._most_connections = most_connections(service.options.max_connections)
         self._watching: asyncio.Task[None] | None = None
+        self._accepting: asyncio.Task[None] | None = None
         self.last_resort = threading.Timer(LAST_RESORT_SECONDS, self._end_now)
         self.last_resort.daemon = True
         self._on_ready = on_ready
@@ -56,9 +60,24 @@ class Server(uvicorn.Server):
         """Listen, then ask the server's own health page in a task beside it."""
         self._loop = asyncio.get_running_loop()
         self._watching = asyncio.ensure_future(self._connections.watch())
-        await super().startup(sockets)
+        await super().startup([])  # all but listening
         if self.started and sockets:
+            self._accepting = asyncio.ensure_future(self._acceptor(sockets[0]).run())
             self._announcing = asyncio.ensure_future(self._announce(sockets[0]))
+
+    def _acceptor(self, bound: socket.socket) -> Acceptor:
+        def make() -> H11Protocol:
+            return H11Protocol(self.config, self.server_state, self.lifespan.state)
+
+        present = self.server_state.connections
+        return Acceptor(bound, make, present, self._connections, self._most_connections)
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Accept no more, then end what is there."""
+        if self._accepting is not None:
+            self._accepting.cancel()
+            await asyncio.gather(self._accepting, return_exceptions=True)
+        await super().shutdown(sockets)
 
     async def _announce(self, bound: socket.socket) -> None:
         while not await _answers(bound):

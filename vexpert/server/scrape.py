@@ -33,10 +33,12 @@ class Scraper:
     async def _ask(self) -> bool:
         """Whether the engine answered; then it is kept."""
         try:
-            infos = await self._engine.versions()
+            own = self._recorder.labels.own()
+            infos = await self._engine.adapters_named(own)
             stats = await self._engine.stats()
         except EngineFailedError:
             return False
-        self._recorder.forget({info.name for info in infos})
+        fresh = self._recorder.labels.own() - own  # used meanwhile: nobody was asked of them
+        self._recorder.forget({info.name for info in infos} | fresh)
         self._last = stats, infos
         return True

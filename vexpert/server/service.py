@@ -9,6 +9,7 @@ from starlette.requests import Request
 from vexpert.config import shown
 from vexpert.errors import AdapterError, ConfigError
 from vexpert.lora.adapter_name import check_name
+from vexpert.lora.info import UNUSABLE, ListedNames
 from vexpert.lora.opening import resolved_inside
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deadlines import Unanswered
@@ -26,6 +27,7 @@ from vexpert.server.tools.formats import FORMATS, ToolFormat
 from vexpert.server.tracing import make_traces
 
 SHOWN_NAMES = 20
+MOST_LOOKED_AT = 200  # names of a key, of which the known ones are shown
 MOST_SHOWN = 1000  # characters of a path
 PATH_CHECKS = 4  # at once
 
@@ -146,16 +148,22 @@ class Service:
             return None
         return Own(await self.engine.adapter_template(adapter), _caller(request))
 
-    async def names(self) -> list[str]:
-        """Every name a request may use: base names, then adapters."""
-        return [*self.base_names, *(info.name for info in await self.engine.adapters())]
+    async def _some_names(self, allowed: frozenset[str] | None) -> ListedNames:
+        """Some of `allowed` names that a request may use, None: of all; base names first."""
+        bases = [name for name in self.base_names if allowed is None or name in allowed]
+        if allowed is None:
+            names, more = await self.engine.some_adapter_names(SHOWN_NAMES)
+        else:
+            looked_at = sorted(allowed - {METRICS, *bases})[:MOST_LOOKED_AT]
+            infos = await self.engine.adapters_named(looked_at)
+            names = [info.name for info in infos if info.state not in UNUSABLE]
+            more = len(allowed - {METRICS, *bases}) - len(looked_at)
+        known = bases + names
+        return ListedNames(known[:SHOWN_NAMES], more + len(known[SHOWN_NAMES:]))
 
     async def unknown_model(self, request: Request, model: str) -> ApiError:
-        """The 404 for a name that nobody serves; tells the names that the request's key is for."""
-        allowed = allowed_models(request)
-        names = [name for name in await self.names() if allowed is None or name in allowed]
-        more = f" and {len(names) - SHOWN_NAMES} more" if len(names) > SHOWN_NAMES else ""
-        known = ", ".join(names[:SHOWN_NAMES]) + more
+        """The 404 for a name that nobody serves; tells names that the request's key is for."""
+        known = await self._some_names(allowed_models(request))
         message = f"model {shown(model)} does not exist; known: {known}"
         return ApiError(message, 404, "model", "model_not_found")
 

@@ -1,42 +1,53 @@
 """GET /v1/adapters, and POST /v1/load_lora_adapter and /v1/unload_lora_adapter in vLLM's shapes."""
 
-import dataclasses
-from typing import Any
+from enum import StrEnum
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
-from starlette.responses import PlainTextResponse
+from starlette.responses import PlainTextResponse, Response
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
+from vexpert.lora.info import UNUSABLE, USABLE
 from vexpert.server.errors import ApiError
+from vexpert.server.listing import Page, Wanted, fill
 from vexpert.server.protocol.adapter import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
+from vexpert.server.routes.models import After, Limit, Part
 from vexpert.server.service import allowed_models, service_of
 
 MOST_SHOWN = 300  # characters of an error that names the path once more
 router = APIRouter()
 
 
-async def _entries(request: Request) -> list[dict[str, Any]]:
-    """The versions that the request's API key is for."""
-    allowed = allowed_models(request)
-    infos = await service_of(request).engine.versions()
-    return [dataclasses.asdict(i) for i in infos if allowed is None or i.name in allowed]
+State = StrEnum("State", [(state, state) for state in (*USABLE, *UNUSABLE)])  # type: ignore[misc]
+States = Annotated[list[State], Query(description="wanted ones; may be repeated")]
 
 
-@router.get("/v1/adapters")
-async def list_adapters(request: Request) -> dict[str, Any]:
+@router.get("/v1/adapters", response_model=dict[str, Any])
+async def list_adapters(
+    request: Request,
+    limit: Limit = None,
+    after: After = None,
+    name: Part = "",
+    state: States = [],  # noqa: B006 - read only
+) -> Response:
     """Every version of every adapter, errored and draining ones too, with its state and tier."""
-    return {"object": "list", "data": await _entries(request)}
+    states = tuple(each.value for each in state)
+    wanted = Wanted(allowed_models(request), limit, after, states, name)
+    return await fill(Page(limit), service_of(request).engine, wanted, vars)
 
 
 @router.get("/v1/adapters/{name:path}")
 async def retrieve_adapter(name: str, request: Request) -> dict[str, Any]:
     """The versions of one adapter; 404 if there is none."""
-    entries = [entry for entry in await _entries(request) if entry["name"] == name]
-    if not entries:
-        raise await service_of(request).unknown_model(request, name)
-    return {"object": "list", "data": entries}
+    service, allowed = service_of(request), allowed_models(request)
+    adapter = service.adapter_of(name)
+    is_told = adapter is not None and (allowed is None or adapter in allowed)
+    infos = await service.engine.adapters_named([adapter or ""]) if is_told else ()
+    if infos:
+        return {"object": "list", "data": [vars(info) for info in infos]}
+    raise await service.unknown_model(request, name)
 
 
 @router.post("/v1/load_lora_adapter")

@@ -16,7 +16,6 @@ router = APIRouter()
 
 
 @router.get("/health")
-@router.head("/health", include_in_schema=False)
 async def health(request: Request) -> Response:
     """200 while the engine runs or is started again, 503 after it failed for good."""
     engine = service_of(request).engine
@@ -26,7 +25,6 @@ async def health(request: Request) -> Response:
 
 
 @router.get("/ready")
-@router.head("/ready", include_in_schema=False)
 async def ready(request: Request) -> Response:
     """200 while new requests are taken; 503 in a drain, and while the engine does not answer."""
     service = service_of(request)
@@ -40,7 +38,6 @@ async def ready(request: Request) -> Response:
 
 
 @router.get("/ping")
-@router.head("/ping", include_in_schema=False)
 @router.post("/ping", include_in_schema=False)
 async def ping(request: Request) -> Response:
     """The same, under the name that SageMaker asks for."""

@@ -1,48 +1,64 @@
 """GET /v1/models: the base model under its names, and the adapters."""
 
-from typing import Any
+from typing import Annotated, Any
 
-from fastapi import APIRouter
+from fastapi import APIRouter, Query
 from starlette.requests import Request
+from starlette.responses import Response
 
+from vexpert.lora.info import UNUSABLE, USABLE
+from vexpert.server.listing import Page, Wanted, fill
 from vexpert.server.service import Service, allowed_models, service_of
 
 router = APIRouter()
+Limit = Annotated[int | None, Query(ge=1, description="most names; without it all")]
+After = Annotated[str | None, Query(description="`last_id` of the page before")]
+Part = Annotated[str, Query(description="a part of the names, in any case")]
 
 
-async def _entries(service: Service) -> list[dict[str, Any]]:
-    common = {"object": "model", "created": service.created, "owned_by": "vexpert"}
-    limits = {"max_model_len": service.facts.max_model_len, "vocab_size": service.facts.vocab_size}
-    root = service.facts.model or service.facts.name
-    bases = [
-        {"id": name, **common, "root": root, "parent": None, **limits}
-        for name in service.base_names
-    ]
-    adapters = [
-        {"id": info.name, **common, "root": info.path, "parent": service.base_names[0], **limits}
-        for info in await service.engine.adapters()
-    ]
-    return bases + adapters
+def _entry(service: Service, name: str, path: str | None = None) -> dict[str, Any]:
+    """`path`: an adapter's folder; None: it is the base model."""
+    facts = service.facts
+    return {
+        "id": name,
+        "object": "model",
+        "created": service.created,
+        "owned_by": "vexpert",
+        "root": path if path is not None else facts.model or facts.name,
+        "parent": service.base_names[0] if path is not None else None,
+        "max_model_len": facts.max_model_len,
+        "vocab_size": facts.vocab_size,
+    }
 
 
-async def _entries_for(request: Request) -> list[dict[str, Any]]:
-    """The entries that the request's API key is for."""
-    allowed = allowed_models(request)
-    entries = await _entries(service_of(request))
-    return [entry for entry in entries if allowed is None or entry["id"] in allowed]
-
-
-@router.get("/v1/models")
-async def list_models(request: Request) -> dict[str, Any]:
-    """Every name that a request's `model` field may hold."""
-    return {"object": "list", "data": await _entries_for(request)}
+@router.get("/v1/models", response_model=dict[str, Any])
+async def list_models(
+    request: Request, limit: Limit = None, after: After = None, name: Part = ""
+) -> Response:
+    """Every name that a request's `model` field may hold: the base model's, then adapters'."""
+    service = service_of(request)
+    page, bases = Page(limit), service.base_names
+    start = 0
+    if after in bases:
+        start, after = bases.index(after) + 1, None
+    wanted = Wanted(allowed_models(request), limit, after, USABLE, name)
+    for base in bases[start:] if after is None else ():
+        if wanted.has(base):
+            page.add(base, _entry(service, base))
+    return await fill(
+        page, service.engine, wanted, lambda info: _entry(service, info.name, info.path)
+    )
 
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
-    """One of them; 404 if nobody has this name."""
+    """One of them, an adapter also as BASE:ADAPTER; 404 if nobody has this name."""
     service = service_of(request)
-    for entry in await _entries_for(request):
-        if entry["id"] == model:
-            return entry
+    allowed, adapter = allowed_models(request), service.adapter_of(model)
+    if allowed is None or (adapter or model) in allowed:
+        if adapter is None:
+            return _entry(service, model)
+        for info in await service.engine.adapters_named([adapter]):
+            if info.state not in UNUSABLE:
+                return _entry(service, model, info.path)
     raise await service.unknown_model(request, model)

@@ -1,24 +1,48 @@
 // The table of adapters, and the form that loads one.
 
-import { post } from "./api.js";
+import { ApiError, getSome, MOST, post } from "./api.js";
 import { byId, bytes, make, number } from "./dom.js";
 import { sumsBy } from "./metrics.js";
 
-const SHOWN = 200;
+const PATH = "v1/adapters";
+const NOTABLE = ["loading", "host", "device", "errored", "draining"]; // states: all but in files alone
 const UNTOLD = "This server does not tell states and sizes (it has no /v1/adapters): names are from /v1/models.";
 
 export class Adapters {
   /** `changed` is called after a load or unload. */
   constructor(changed) {
     this.changed = changed;
+    this.hasRoute = true; // until the server says that it has no such route
+    byId("find").addEventListener("input", () => this.changed());
     byId("load").addEventListener("submit", (event) => this.load(event));
   }
 
-  /** `infos`: entries of /v1/adapters, or null where there is none; `samples`: the metrics. */
+  /** A list of /v1/adapters, or null on a server without this route. Of many those in memory come first. */
+  async infos() {
+    if (!this.hasRoute) return null;
+    const part = byId("find").value.trim();
+    try {
+      const all = await getSome(PATH, part);
+      if (!all.has_more) return all;
+      const notable = await getSome(PATH, part, NOTABLE);
+      const names = new Set(notable.data.map((one) => one.name));
+      const data = [...notable.data, ...all.data.filter((one) => !names.has(one.name))];
+      return { data: data.slice(0, MOST), has_more: true };
+    } catch (error) {
+      if (!(error instanceof ApiError) || error.status !== 404) throw error;
+      this.hasRoute = false;
+      return null;
+    }
+  }
+
+  /** `infos`: what `infos` found; `samples`: the metrics. */
   update(models, infos, samples) {
     byId("adapters-note").hidden = infos !== null;
     byId("adapters-note").textContent = infos === null ? UNTOLD : "";
-    const told = infos ?? models.filter((one) => one.parent).map((one) => ({ name: one.id, path: one.root }));
+    const hasMore = infos?.has_more ?? false;
+    byId("rows-more").hidden = !hasMore;
+    byId("find-label").hidden = !hasMore && !byId("find").value;
+    const told = infos?.data ?? models.filter((one) => one.parent).map((one) => ({ name: one.id, path: one.root }));
     const answers = sumsBy(samples, "vexpert:adapter_requests_total", "adapter");
     const tokens = sumsBy(samples, "vexpert:adapter_generation_tokens_total", "adapter");
     this.draw(told.map((info) => ({ ...info, answers: answers.get(info.name), tokens: tokens.get(info.name) })));
@@ -29,10 +53,8 @@ export class Adapters {
     if (drawn === this.drawn) return; // rows that stay keep the keyboard's focus
     this.drawn = drawn;
     const focused = document.activeElement?.dataset.unload;
-    byId("rows").replaceChildren(...infos.slice(0, SHOWN).map((info) => this.row(info)));
-    if (!infos.length) byId("rows").append(make("tr", {}, make("td", { colSpan: 9, textContent: "none loaded" })));
-    byId("rows-more").hidden = infos.length <= SHOWN;
-    byId("rows-more").textContent = `${infos.length - SHOWN} more are not shown`;
+    byId("rows").replaceChildren(...infos.map((info) => this.row(info)));
+    if (!infos.length) byId("rows").append(make("tr", {}, make("td", { colSpan: 9, textContent: byId("find").value ? "no such name" : "none loaded" })));
     if (focused) byId("rows").querySelector(`[data-unload="${CSS.escape(focused)}"]`)?.focus();
   }
 

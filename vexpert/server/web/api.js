@@ -2,6 +2,7 @@
 
 const KEY = "vexpert-api-key"; // of this tab alone, gone when it closes
 
+export const MOST = 200; // names that are asked for, and shown, at once: there may be thousands
 const SECONDS = 8; // for a look; a step of the engine may take some
 
 export const key = {
@@ -37,6 +38,13 @@ async function request(path, body, signal) {
 /** GET; an engine that hangs holds an answer up, and somebody looks at the page. */
 const get = (path) => request(path, undefined, AbortSignal.timeout(1000 * SECONDS));
 export const getJson = async (path) => (await get(path)).json();
+/** The first MOST entries of a list, of names with `name` in them and of these states; others there may be. */
+export function getSome(path, name, states = []) {
+  const query = new URLSearchParams({ limit: MOST });
+  if (name) query.set("name", name);
+  for (const state of states) query.append("state", state);
+  return getJson(`${path}?${query}`);
+}
 export const getText = async (path) => (await get(path)).text();
 export const post = async (path, body) => (await request(path, body)).text();
 

@@ -8,30 +8,44 @@ import { byId, make } from "./dom.js";
 const AT_ONCE = 5;
 const CHOSEN_AT_FIRST = 8;
 const MANY = 12; // from here on there is a field to find a name
-const SHOWN = 200;
 
 export class Ask {
-  constructor() {
+  /** `changed` is called when other names are wanted from the server. */
+  constructor(changed) {
+    this.isPart = false; // the server has more names than it tells at once
     this.chosen = null; // names; null until the first list has come
     this.models = [];
     byId("ask").addEventListener("submit", (event) => this.submit(event));
     byId("prompt").addEventListener("keydown", (event) => this.pressed(event));
     document.addEventListener("keydown", (event) => event.key === "Escape" && this.stop());
     byId("stop").addEventListener("click", () => this.stop());
-    byId("filter").addEventListener("input", () => this.drawNames());
+    byId("filter").addEventListener("input", () => {
+      this.drawNames();
+      if (this.isPart) changed();
+    });
     byId("all").addEventListener("click", () => this.choose(this.found().map((one) => one.id)));
     byId("none").addEventListener("click", () => this.choose(this.models.filter((one) => !one.parent).map((one) => one.id)));
   }
 
-  /** Entries of /v1/models; chosen names stay chosen, a new adapter is chosen where few are. */
-  update(models) {
+  /** The part of a name that the server is to look for; none where it tells all names. */
+  wanted() {
+    return this.isPart ? byId("filter").value.trim() : "";
+  }
+
+  /** A list of /v1/models with `part` in the names; chosen ones stay chosen, a new adapter is chosen where few are. */
+  update({ data, has_more: hasMore }, part) {
+    if (!part) this.isPart = hasMore ?? false;
+    const told = new Set(data.map((one) => one.id));
+    const stays = (one) => !told.has(one.id) && (!one.parent || this.chosen?.has(one.id));
+    const models = this.isPart ? [...this.models.filter(stays), ...data] : data;
     const known = new Set(this.models.map((one) => one.id));
     const names = models.map((one) => one.id);
     if (names.length === known.size && names.every((name) => known.has(name))) return;
     const fresh = names.filter((name) => !known.has(name));
     const kept = names.filter((name) => this.chosen?.has(name));
     this.models = models;
-    this.choose([...kept, ...fresh.slice(0, Math.max(CHOSEN_AT_FIRST - kept.length, 0))]);
+    const room = this.isPart && this.chosen ? 0 : Math.max(CHOSEN_AT_FIRST - kept.length, 0);
+    this.choose([...kept, ...fresh.slice(0, room)]);
   }
 
   choose(names) {
@@ -45,10 +59,10 @@ export class Ask {
   }
 
   drawNames() {
-    byId("filter-label").hidden = this.models.length <= MANY;
+    byId("filter-label").hidden = this.models.length <= MANY && !this.isPart;
     const focused = document.activeElement?.value;
     const inside = byId("names").contains(document.activeElement);
-    byId("names").replaceChildren(...this.found().slice(0, SHOWN).map((one) => this.box(one)));
+    byId("names").replaceChildren(...this.found().map((one) => this.box(one)));
     this.count();
     if (inside) byId("names").querySelector(`[value="${CSS.escape(focused)}"]`)?.focus();
   }
@@ -66,7 +80,8 @@ export class Ask {
 
   count() {
     const [size, all] = [this.chosen.size, this.models.length];
-    byId("chosen").textContent = size ? `${size} of ${all} chosen` : "nobody chosen: choose who answers";
+    const of = this.isPart ? "" : ` of ${all}`; // nobody has told the number
+    byId("chosen").textContent = size ? `${size}${of} chosen` : "nobody chosen: choose who answers";
     byId("chosen").classList.toggle("bad", !size);
   }
 

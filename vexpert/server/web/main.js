@@ -1,36 +1,23 @@
 // Wires the page: looks at the server every two seconds while somebody can see it.
 
 import { Adapters } from "./adapters.js";
-import { ApiError, getJson, getText, key } from "./api.js";
+import { ApiError, getSome, getText, key } from "./api.js";
 import { Ask } from "./ask.js";
 import { byId } from "./dom.js";
 import { Live } from "./live.js";
-import { parse } from "./metrics.js";
+import { parse, sum } from "./metrics.js";
 
 const SECONDS = 2;
 
-const ask = new Ask();
+const ask = new Ask(look);
 const adapters = new Adapters(look);
 const live = new Live(SECONDS);
-let hasAdapters = true; // until the server says that it has no such route
 let looking = null;
 let wantsKey = false; // no use in asking on until somebody enters one
 
 function say(state, text) {
   byId("status").dataset.state = state;
   byId("status").textContent = text;
-}
-
-/** Entries of /v1/adapters, or null on a server without this route. */
-async function adapterInfos() {
-  if (!hasAdapters) return null;
-  try {
-    return (await getJson("v1/adapters")).data;
-  } catch (error) {
-    if (!(error instanceof ApiError) || error.status !== 404) throw error;
-    hasAdapters = false;
-    return null;
-  }
 }
 
 /** The metrics page; nothing for a key that may not read it, with which the rest of the page works. */
@@ -45,14 +32,15 @@ async function metricsPage() {
 
 async function lookOnce() {
   let told;
+  const part = ask.wanted();
   try {
-    told = await Promise.all([getJson("v1/models"), adapterInfos(), metricsPage()]);
+    told = await Promise.all([getSome("v1/models", part), adapters.infos(), metricsPage()]);
   } catch (error) {
     complain(error);
     return;
   }
   const [models, infos, page] = told;
-  show(models.data, infos, parse(page));
+  show(models, part, infos, parse(page));
   wantsKey = false;
   say("good", "serving");
 }
@@ -64,12 +52,14 @@ function complain(error) {
   say("bad", wantsKey ? "this server wants an API key" : `not reachable: ${reason}`);
 }
 
-function show(models, infos, samples) {
-  ask.update(models);
-  adapters.update(models, infos, samples);
+function show(models, part, infos, samples) {
+  ask.update(models, part);
+  adapters.update(models.data, infos, samples);
   live.update(samples);
-  const count = models.filter((one) => one.parent).length;
-  const base = models.find((one) => !one.parent)?.id ?? "one model";
+  // Of many the metrics know the number, which not every key may read.
+  const known = sum(samples, "vexpert:adapters", { tier: "known" }) ?? "many";
+  const count = ask.isPart ? known : models.data.filter((one) => one.parent).length;
+  const base = ask.models.find((one) => !one.parent)?.id ?? "one model";
   byId("summary").textContent = `${base}, ${count} adapter${count === 1 ? "" : "s"}`;
 }
 

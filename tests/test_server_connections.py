@@ -1,0 +1,132 @@
+"""More connections than there is room for: the limit of open files is never met."""
+
+import contextlib
+import logging
+import resource
+import time
+from collections.abc import Iterator
+
+import httpx
+import pytest
+from helpers_raw_http import connect, is_cut, request_bytes
+from helpers_server import BASE, make_fake_engine, wait_for
+from test_server_shutdown import drained, end
+
+from vexpert.errors import ConfigError
+from vexpert.server import acceptor
+from vexpert.server.listen import RESERVED_FILES, most_connections
+
+HALF = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+LONG = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 200, "stream": True}
+
+
+@contextlib.contextmanager
+def half_open(url: str, count: int) -> Iterator[list[object]]:
+    with contextlib.ExitStack() as stack:
+        found = [stack.enter_context(connect(url)) for _ in range(count)]
+        for each in found:
+            each.sendall(HALF)
+        yield found
+
+
+def test_half_open_connections_make_room(caplog: pytest.LogCaptureFixture) -> None:
+    answered: list[float] = []
+
+    def work(url: str) -> None:
+        with half_open(url, 60) as many:
+            begun = time.monotonic()
+            for _ in range(3):
+                assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
+            answered.append(time.monotonic() - begun)
+            assert is_cut(many[0])
+        end()
+
+    with caplog.at_level(logging.WARNING, "vexpert"):
+        assert drained(make_fake_engine(), 5.0, work, max_connections=8, write_timeout=1) == 0
+    assert answered[0] < 20
+    assert len([each for each in caplog.records if "max_connections" in each.message]) == 1
+
+
+def test_beside_running_requests_only_probes_are_answered() -> None:
+    engine = make_fake_engine()
+    engine.step_seconds = 0.1
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running = [stack.enter_context(connect(url)) for _ in range(4)]
+            for each in running:
+                each.sendall(request_bytes(LONG))
+            wait_for(lambda: len(engine.requests) == 4)
+            with httpx.Client(base_url=url, timeout=60) as client:
+                for path, status in (("/health", 200), ("/ready", 200), ("/v1/models", 503)):
+                    answer = client.get(path)
+                    assert answer.status_code == status
+                    assert answer.headers["connection"] == "close"
+                assert answer.json()["error"]["code"] == "too_many_connections"
+                assert answer.headers["retry-after"] == "1"
+                engine.step_seconds = 0.0
+                for each in running:
+                    assert each.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+                    each.close()
+                wait_for(lambda: client.get("/v1/models").status_code == 200)
+        end()
+
+    assert drained(engine, 5.0, work, max_connections=4) == 0
+
+
+def test_more_than_those_wait_to_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    """However many ask at once: no more are open than may be."""
+    monkeypatch.setattr(acceptor, "SPARE", 3)
+    most = 0
+    connected = acceptor.Acceptor._connect
+
+    async def watched(self: acceptor.Acceptor, *arguments: object) -> None:
+        nonlocal most
+        await connected(self, *arguments)  # type: ignore[arg-type]
+        most = max(most, len(self._open))
+
+    monkeypatch.setattr(acceptor.Acceptor, "_connect", watched)
+
+    def work(url: str) -> None:
+        with half_open(url, 50):
+            wait_for(lambda: most == 5 + 3)
+        end()
+
+    assert drained(make_fake_engine(), 5.0, work, max_connections=5) == 0
+    assert most == 5 + 3
+
+
+def test_a_failed_accept_is_told_once_and_tried_again(
+    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setattr(acceptor, "RETRY_SECONDS", 0.01)
+    failures = iter(range(20))
+
+    class Failing(acceptor.Acceptor):
+        async def _accept(self) -> object:
+            if next(failures, None) is not None:
+                raise OSError(24, "Too many open files")
+            return await super()._accept()
+
+    monkeypatch.setattr("vexpert.server.run.Acceptor", Failing)
+
+    def work(url: str) -> None:
+        assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+        end()
+
+    with caplog.at_level(logging.WARNING, "vexpert"):
+        assert drained(make_fake_engine(), 5.0, work) == 0
+    told = [each.message for each in caplog.records if "Too many open files" in each.message]
+    assert len(told) == 1
+
+
+def test_the_number_follows_the_limit_of_open_files(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (1000, 1000))
+    assert most_connections(None) == 1000 - RESERVED_FILES
+    assert most_connections(7) == 7
+    for wanted in (0, -1, 1001 - RESERVED_FILES):
+        with pytest.raises(ConfigError, match=rf"max_connections={wanted}: use 1 to .*1000"):
+            most_connections(wanted)
+    monkeypatch.setattr(resource, "getrlimit", lambda kind: (RESERVED_FILES, 1000))
+    with pytest.raises(ConfigError, match="ulimit -n"):
+        most_connections(None)
