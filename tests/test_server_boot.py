@@ -100,6 +100,43 @@ def let_pass(boot: Boot, engine: Waited) -> None:
         swallow(EngineEnded, engine.ended.set)
 
 
+def test_a_signal_that_is_swallowed_comes_again_while_an_engine_is_awaited() -> None:
+    def wait(boot: Boot) -> None:
+        with boot.watching(Waited()):
+            swallow(Stopped, lambda: os.kill(os.getpid(), signal.SIGTERM))
+            swallow(Stopped, lambda: None)
+            time.sleep(60)
+
+    before = signal.set_wakeup_fd(-1)
+    with pytest.raises(Stopped), Boot() as boot:
+        wait(boot)
+    assert signal.set_wakeup_fd(before) == -1  # as it was
+
+
+def test_a_signal_that_comes_as_a_wait_begins_ends_the_wait(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """CPython looks for signals before it waits: one in between is seen once the wait is over."""
+
+    def wait(boot: Boot) -> None:
+        with boot.watching(Waited()):
+            os.kill(os.getpid(), signal.SIGTERM)
+            time.sleep(60)
+
+    handled: list[float] = []
+    handle = Boot._handle
+
+    def late(boot: Boot, number: int, frame: object) -> None:
+        handled.append(time.monotonic())
+        if len(handled) > 1:  # the first does nothing, as one that ends no wait
+            handle(boot, number, None)
+
+    monkeypatch.setattr(Boot, "_handle", late)
+    with pytest.raises(Stopped), Boot() as boot:
+        wait(boot)
+    assert len(handled) == 2
+
+
 def test_what_a_library_swallows_is_raised_again() -> None:
     before = [signal.getsignal(number) for number in (signal.SIGINT, signal.SIGTERM)]
     with Boot() as boot:
