@@ -333,8 +333,9 @@ def make_bench(options: argparse.Namespace, folder: Path) -> tuple[Bench, int]:
     for index in range(1, options.adapters):
         paths.append(link_adapter(folder / f"adapter{index}", paths[0]))
     wide = 2 if options.device == "cpu" else 1  # float32 there, bfloat16 in the files
+    host = options.adapters + 1.5  # all copies, and the files of the one that is read
     bench = Bench(
-        *(folder / "model", options.device, paths, wide * nbytes, 2.2, options.adapters + 0.5),
+        *(folder / "model", options.device, paths, wide * nbytes, 2.2, host),
         *(options.readers, options.enforce_eager, options.batch),
     )
     return bench, nbytes

@@ -138,7 +138,8 @@ def descriptors(engine: Engine) -> int:
     assert isinstance(engine._adapters, AdapterManager)
     host = engine._adapters._host
     readers = 0 if host.readers is None else len(host.readers.pids())
-    return 2 * readers + (len(host._memory._slabs) if host._memory.is_shared else 0)
+    slabs = len(host._memory._slabs) if host._memory.is_shared else 0
+    return 2 * readers + 2 * slabs  # a slab's own, and that of its mapping
 
 
 def leftovers(engine: Engine, files: int) -> list[str]:

@@ -208,7 +208,7 @@ def make_llm(dry: bool) -> LLM:
         "enforce_eager": True,
         "dtype": "float32" if dry else "bfloat16",
         "lora_memory": room,
-        "lora_host_memory": room,
+        "lora_host_memory": 2 * room,  # the files that are read count too
         "max_loras": len(names),
         "device": "cpu" if dry else "cuda",
     }

@@ -113,8 +113,19 @@ class Turns:
             self.bench.engine.abort(request_id)
         self.bench.run()
 
+    def _fill_host(self) -> None:
+        """Read what conditions before dropped."""
+        host = self.bench.manager._host
+        for name in self.names:
+            version = self.bench.version(name)
+            with self.bench.manager._lock:
+                host.ensure(version)
+            host.wait(version)
+
     def _run(self, condition: str, seen: Seen) -> None:
         bench, steps = self.bench, self.steps
+        if condition == "host":
+            self._fill_host()
         each: Callable[[], None] | None = None
         traffic = Traffic(bench, self.names, condition == "files")
         reads = Reads(bench, self.names)
