@@ -14,9 +14,9 @@ COUNTED = 200  # versions that are looked at for a message
 class Listing:
     """Every version that is there, retired ones in use too. Any thread."""
 
-    def __init__(self, lock: RLock, current: Mapping[str, Version]) -> None:
-        """`lock`: the manager's, under which `current` changes: the newest version of each name."""
-        self._lock, self._current = lock, current
+    def __init__(self, lock: RLock, newest: Mapping[str, Version]) -> None:
+        """`lock`: the manager's, under which `newest` changes: the newest version of each name."""
+        self._lock, self._newest = lock, newest
         self._order: list[Version] = []  # by name, then version
 
     def add(self, version: Version) -> None:
@@ -82,7 +82,7 @@ class Listing:
             ]
             names = [name for name, state in states if state not in without]
             left_out = len(states) - len(names)
-            return ListedNames(names[:most], len(self._current) - left_out - len(names[:most]))
+            return ListedNames(names[:most], len(self._newest) - left_out - len(names[:most]))
 
     def check_integrity(self, versions: Collection[Version]) -> None:
         """Assert that the listing holds `versions`, in order."""
