@@ -6,7 +6,8 @@ from threading import RLock
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError, AdapterNotFoundError
-from vexpert.lora.adapter_version import SHOWN_NAMES, Version
+from vexpert.lora.adapter_version import Version
+from vexpert.lora.info import SHOWN_NAMES
 from vexpert.lora.listing import Listing
 from vexpert.lora.source import Source
 from vexpert.lora.types import AdapterRef

@@ -5,10 +5,9 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from threading import RLock
 
 from vexpert.lora.adapter_version import Version
-from vexpert.lora.info import UNUSABLE, AdapterInfo, AdapterPage, ListedNames
+from vexpert.lora.info import EXAMINED_FOR_NAMES, UNUSABLE, AdapterInfo, AdapterPage, ListedNames
 
 EXAMINED = 2000  # versions that one page looks at: about a millisecond, whatever it looks for
-COUNTED = 200  # versions that are looked at for a message
 
 
 class Listing:
@@ -77,7 +76,7 @@ class Listing:
         with self._lock:
             states = [
                 (version.ref.name, version.shown_state)
-                for version in self._order[:COUNTED]
+                for version in self._order[:EXAMINED_FOR_NAMES]
                 if not version.life.is_retired
             ]
             names = [name for name, state in states if state not in without]
