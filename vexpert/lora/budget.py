@@ -96,6 +96,6 @@ def host_bytes(config: EngineConfig) -> int:
 def slab_bytes(
     targets: TargetMap, config: EngineConfig, device: torch.device, dtype: torch.dtype
 ) -> int:
-    """Host memory to page-lock at once: room for some of the largest adapters, within the budget."""
+    """Host memory to pin at once: room for some of the largest adapters, within the budget."""
     some = SLAB_ADAPTERS * full_adapter_bytes(targets, device, dtype)
     return max(1, min(SLAB_BYTES, some, host_bytes(config)))
