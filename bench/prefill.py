@@ -35,8 +35,9 @@ from vexpert.kernels.dense_shrink import DenseShrink
 from vexpert.kernels.norm_tiles import norm_tiles
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.rms_norm import add_rms_norm
+from vexpert.kernels.rope_arguments import Heads, Rope
 from vexpert.kernels.rope_tiles import rope_tiles
-from vexpert.kernels.rope_write import Heads, Rope, rope_write
+from vexpert.kernels.rope_write import rope_write
 from vexpert.models.replayed_layer import ReplayedLayer
 from vexpert.ops import packed_linear as layers
 from vexpert.ops.dense_plan import DensePlan

@@ -5,21 +5,18 @@ HELD_TOKENS tokens. Where it starts anew, it first waits for the file that $VEXP
 `slow`: the fake engine, with SLOW_STEP seconds a step.
 """
 
-import os
 import sys
 import time
 from collections.abc import Sequence
-from pathlib import Path
 from typing import Any
 
-from helpers_serve_process import demo, fake_engine, fake_tokenizer
+from helpers_serve_process import demo, fake_engine, fake_tokenizer, wait_at_gate
 
 from vexpert.cli import main, serve
 from vexpert.config import EngineConfig
 from vexpert.server.engine_process import EngineProcess
 from vexpert.server.interface import LoraModule
 
-GATE = "VEXPERT_TEST_GATE"
 HELD_TOKENS = 240
 SLOW_STEP = 0.5  # seconds: a request of HELD_TOKENS tokens takes two minutes
 
@@ -50,10 +47,10 @@ def stand_still() -> None:
 def held_engine(config: EngineConfig, modules: Sequence[LoraModule], is_restart: bool) -> Any:
     from vexpert.server.engine_boot import build_engine
 
-    if not is_restart:
+    if is_restart:
+        wait_at_gate()
+    else:
         stand_still()
-    while is_restart and not Path(os.environ[GATE]).exists():
-        time.sleep(0.01)
     return build_engine(config, modules, is_restart)
 
 

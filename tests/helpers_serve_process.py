@@ -23,11 +23,17 @@ GATE = "VEXPERT_TEST_GATE"  # a file that the engine waits for where it starts a
 PATIENT = "VEXPERT_TEST_PATIENT"  # a first signal grants more time than a test has
 
 
+def wait_at_gate() -> None:
+    """Go on once the file is there, if one is named."""
+    gate = os.environ.get(GATE)
+    while gate and not Path(gate).exists():
+        time.sleep(0.01)
+
+
 def fake_engine(config: EngineConfig, modules: Sequence[LoraModule], is_restart: bool) -> Any:
     time.sleep(config.max_loras or 0)  # a boot that takes a while, for tests of it
-    gate = os.environ.get(GATE)
-    while is_restart and gate and not Path(gate).exists():
-        time.sleep(0.01)
+    if is_restart:
+        wait_at_gate()
     engine = FakeEngine(config)
     engine.step_seconds = 0.01
     engine.held_at = int(os.environ[HELD_AT]) if HELD_AT in os.environ else None

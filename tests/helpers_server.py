@@ -3,7 +3,6 @@
 import asyncio
 import contextlib
 import threading
-import time
 from collections.abc import Callable, Coroutine, Iterator
 from dataclasses import dataclass
 from typing import Any
@@ -23,6 +22,7 @@ from helpers_fake_engine import (
     make_fake_engine,
     right_answer,
 )
+from helpers_wait import wait_for
 
 from vexpert.server import scrape
 from vexpert.server.app import create_app
@@ -104,11 +104,3 @@ def serving(engine: Any, options: ServerOptions | None = None) -> Iterator[Runni
         bound.close()
         patience.stop()
         assert not thread.is_alive(), "the server did not end"
-
-
-def wait_for(condition: Callable[[], bool], seconds: float = 60.0) -> None:
-    """Wait until `condition` holds; fail after `seconds`."""
-    end = time.monotonic() + seconds
-    while not condition():
-        assert time.monotonic() < end, "waited in vain"
-        time.sleep(0.005)

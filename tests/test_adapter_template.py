@@ -8,7 +8,8 @@ from typing import Any
 
 import pytest
 from helpers_server import BASE, make_fake_engine, serving
-from test_lora_manager import folder, make, wait_for_later_times, wait_until
+from helpers_wait import wait_for
+from test_lora_manager import folder, make, wait_for_later_times
 
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.lora.chat_template import MAX_BYTES, ChatTemplate, read_template
@@ -62,7 +63,7 @@ def test_a_registered_version_is_what_its_template_was_read_with(tmp_path: Path)
     ref = manager.resolve("x")
     manager.hold(ref)
     ended: dict[AdapterRef, str] = {}
-    wait_until(lambda: ended.update(manager.advance()) or ref in ended)
+    wait_for(lambda: ended.update(manager.advance()) or ref in ended)
     assert "changed or vanished since" in ended[ref]
     manager.drop(ref)
     with pytest.raises(AdapterError, match="changed or vanished"):
@@ -92,7 +93,7 @@ def test_a_template_read_amid_a_load_is_held_to_the_same_files(
     assert manager.chat_template("x", may_read=True) == B
     may_end.set()
     ended: dict[AdapterRef, str] = {}
-    wait_until(lambda: ended.update(manager.advance()) or ref in ended)
+    wait_for(lambda: ended.update(manager.advance()) or ref in ended)
     assert "changed" in ended[ref]
     manager.drop(ref)
 

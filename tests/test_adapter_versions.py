@@ -181,6 +181,6 @@ def test_an_engine_that_was_started_again_numbers_versions_anew(
     engine = reloading.running.engine
     engine.load_adapter("x", template_folder(tmp_path, "one"))
     client = reloading.running.app.state.service.engine
-    reloading.then = [lambda: setattr(client, "restarts", 1)]
+    reloading.then = [lambda: setattr(client._restarts, "count", 1)]
     assert reloading.chat().status_code == 200
     assert reloading.renderings == 2

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from helpers_churn import KINDS, Churn, link, opened, vexpert_threads
 from helpers_demo import expected
-from test_lora_manager import wait_until
+from helpers_wait import wait_for
 
 from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths, model_path
@@ -87,7 +87,7 @@ def test_churn(tmp_path: Path, size: int) -> None:
 
 def assert_nothing_is_left(engine: Engine, files: set[tuple[str, str]]) -> None:
     reading = {"loading", "draining"}  # requests that went away leave reads to their end
-    wait_until(lambda: not reading & {info.state for info in engine.adapters()})
+    wait_for(lambda: not reading & {info.state for info in engine.adapters()})
     for info in engine.adapters():
         engine.unload_adapter(info.name)
     engine.check_integrity()
@@ -99,7 +99,7 @@ def assert_nothing_is_left(engine: Engine, files: set[tuple[str, str]]) -> None:
     assert isinstance(manager, AdapterManager)
     assert not manager._versions
     assert len(manager._host.policy) == 0
-    wait_until(lambda: "vexpert-loader" not in vexpert_threads() and not opened() - files)
+    wait_for(lambda: "vexpert-loader" not in vexpert_threads() and not opened() - files)
 
 
 def test_a_reload_during_a_stream(tmp_path: Path, size: int) -> None:

@@ -6,7 +6,7 @@ import threading
 from concurrent.futures import CancelledError
 
 import pytest
-from helpers_server import wait_for
+from helpers_wait import wait_for
 
 from vexpert.server.daemon_pool import DaemonPool
 

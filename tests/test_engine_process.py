@@ -16,8 +16,9 @@ from typing import Any
 import httpx
 import pytest
 from helpers_demo import expected
-from helpers_serve_held import GATE, HELD_TOKENS
-from helpers_server import wait_for
+from helpers_serve_held import HELD_TOKENS
+from helpers_serve_process import GATE
+from helpers_wait import wait_for
 
 import vexpert
 from vexpert.demo import adapter_paths

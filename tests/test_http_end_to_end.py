@@ -12,7 +12,7 @@ import httpx
 import openai
 import pytest
 from helpers_demo import NAMES, expected, random_words
-from helpers_server import wait_for
+from helpers_wait import wait_for
 
 from vexpert.demo import adapter_paths
 

@@ -14,7 +14,8 @@ from vexpert.kernels.dense_tiles import DenseTile
 from vexpert.kernels.norm_router import Router, Scratch, norm_router
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.rms_norm import add_rms_norm
-from vexpert.kernels.rope_write import Heads, Rope, rope_write
+from vexpert.kernels.rope_arguments import Heads, Rope
+from vexpert.kernels.rope_write import rope_write
 from vexpert.kernels.router_topk import Choice
 from vexpert.ops.dense_plan import DensePlan
 from vexpert.ops.packed_linear import deferred_linear, packed_linear

@@ -11,7 +11,8 @@ from vexpert.kernels.norm_router import Router, Scratch, norm_router
 from vexpert.kernels.norms import FORMS, Norm, reference_rms_norm
 from vexpert.kernels.rms_norm import add_rms_norm, rms_norm
 from vexpert.kernels.rope_angles import LAYOUTS, Angles, reference_rope_angles, rope_angles
-from vexpert.kernels.rope_write import Heads, Rope, reference_rotate, rope_write
+from vexpert.kernels.rope_arguments import Heads, Rope
+from vexpert.kernels.rope_write import reference_rotate, rope_write
 from vexpert.kernels.router_topk import Choice, reference_router_topk, router_topk
 
 # Triton's interpreter multiplies bfloat16 as the integers it keeps them in: a GPU has all three.

@@ -14,8 +14,9 @@ from vexpert.kernels.dense_tiles import DenseTile
 from vexpert.kernels.norm_tiles import norm_tiles
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.rms_norm import add_rms_norm
+from vexpert.kernels.rope_arguments import Heads, Rope
 from vexpert.kernels.rope_tiles import can_tile, rope_tiles
-from vexpert.kernels.rope_write import Heads, Rope, reference_rotate, rope_write
+from vexpert.kernels.rope_write import reference_rotate, rope_write
 from vexpert.ops import packed_linear as layer
 from vexpert.ops.dense_plan import DensePlan
 

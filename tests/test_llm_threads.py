@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterator
 
 import pytest
 from helpers_engine import greedy, make_engine, manager_of
+from helpers_wait import wait_for
 
 from vexpert.demo import adapter_paths
 from vexpert.engine.llm import LLM
@@ -42,13 +43,6 @@ def run_all(calls: list[Callable[[], object]]) -> list[object]:
         thread.join(120)
         assert not thread.is_alive(), "a call waits for ever"
     return results
-
-
-def wait_for(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited for 60 s"
-        time.sleep(0.001)
 
 
 def test_every_thread_gets_its_own_answers() -> None:

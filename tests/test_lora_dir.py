@@ -9,7 +9,8 @@ import weakref
 from pathlib import Path
 
 import pytest
-from test_lora_manager import acquire, assert_slot_is, make, reads, wait_until
+from helpers_wait import wait_for
+from test_lora_manager import acquire, assert_slot_is, make, reads
 
 from vexpert.errors import AdapterNotFoundError, ConfigError
 from vexpert.lora.watcher import Watcher
@@ -134,9 +135,9 @@ def test_the_thread_sees_changes_and_ends_with_its_manager(tmp_path: Path) -> No
     managers = [make()]
     managers[0].watch(str(tmp_path), 0.05)
     adapter(tmp_path / "a", 1)
-    wait_until(lambda: len(managers[0].list()) == 1)
+    wait_for(lambda: len(managers[0].list()) == 1)
     shutil.rmtree(tmp_path / "a")
-    wait_until(lambda: not managers[0].list())
+    wait_for(lambda: not managers[0].list())
     gone = weakref.ref(managers[0])
     threads = [t for t in set(threading.enumerate()) - others if t.name == "vexpert-lora-dir"]
     assert len(threads) == 1
@@ -146,7 +147,7 @@ def test_the_thread_sees_changes_and_ends_with_its_manager(tmp_path: Path) -> No
         gc.collect()
         return gone() is None and not any(thread.is_alive() for thread in threads)
 
-    wait_until(ended)
+    wait_for(ended)
 
 
 def test_ten_thousand_folders_are_names_within_seconds(tmp_path: Path) -> None:

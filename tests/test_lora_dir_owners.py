@@ -7,8 +7,9 @@ import threading
 from pathlib import Path
 
 import pytest
+from helpers_wait import wait_for
 from test_lora_dir import adapter
-from test_lora_manager import make, wait_until
+from test_lora_manager import make
 
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.lora.manager import AdapterManager
@@ -136,7 +137,7 @@ def test_what_is_served_is_what_the_folder_holds_now(tmp_path: Path) -> None:
     (x,) = [info for info in world.manager.list() if info.name == "x"]
     assert x.state == "registered"
     world.manager.hold(world.manager.resolve("x"))
-    wait_until(lambda: [i.state for i in world.manager.list() if i.name == "x"] == ["host"])
+    wait_for(lambda: [i.state for i in world.manager.list() if i.name == "x"] == ["host"])
 
 
 @pytest.mark.parametrize("fails", [False, True])

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_wait import wait_for
 from test_lora_manager import (
     TARGETS,
     acquire,
@@ -19,7 +20,6 @@ from test_lora_manager import (
     slot_of,
     start,
     states,
-    wait_until,
     weights_of,
 )
 
@@ -131,7 +131,7 @@ def test_a_stuck_read_holds_up_nobody_else(
         manager.resolve("a")
     manager.drop(refs["a"])
     gate.open.set()
-    wait_until(lambda: len(manager.list()) == 2)
+    wait_for(lambda: len(manager.list()) == 2)
     assert manager.usage().host_adapters == 2
     manager.check_integrity()
 
@@ -142,19 +142,19 @@ def test_stuck_threads_are_replaced_up_to_a_limit() -> None:
     for _ in range(3):
         pool.submit(lambda: go.wait(60), lambda result, error: done.append(error))
     pool.submit(lambda: "free", lambda result, error: done.append(result))
-    wait_until(lambda: (pool.tend(), done == ["free"])[1])
+    wait_for(lambda: (pool.tend(), done == ["free"])[1])
     assert pool.counts()[1] == 3
     go.set()
-    wait_until(lambda: len(done) == 4)
+    wait_for(lambda: len(done) == 4)
 
 
 def test_loader_threads_are_daemons_and_end_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("vexpert.lora.loading.IDLE_END", 0.01)
     pool, seen = LoaderPool(), []
     pool.submit(lambda: seen.append(threading.current_thread()), lambda result, error: None)
-    wait_until(lambda: bool(seen))
+    wait_for(lambda: bool(seen))
     assert seen[0].daemon
-    wait_until(lambda: not seen[0].is_alive())
+    wait_for(lambda: not seen[0].is_alive())
     assert pool.counts() == (0, 0, 0)
 
 
@@ -225,7 +225,7 @@ def test_a_copy_in_slices_is_seen_only_when_whole(
     manager.advance()
     manager.hold(refs["a"])
     manager.hold(refs["b"])
-    wait_until(lambda: {info.state for info in manager.list()} == {"host"})
+    wait_for(lambda: {info.state for info in manager.list()} == {"host"})
     steps = 0
     while (slot := manager.acquire(refs["a"])) is Wait.COMING:
         steps += 1
@@ -247,7 +247,7 @@ def test_unloading_in_the_middle_of_a_copy_frees_the_block_after_it(
     (ref,) = register(manager, tmp_path, "a").values()
     manager.advance()
     manager.hold(ref)
-    wait_until(lambda: {info.state for info in manager.list()} == {"host"})
+    wait_for(lambda: {info.state for info in manager.list()} == {"host"})
     assert manager.acquire(ref) is Wait.COMING
     manager.drop(ref)  # the client went away
     manager.unload("a")
@@ -322,7 +322,7 @@ def test_what_pinned_adapters_shut_out_works_again_without_them(
         manager.load("x", folder(tmp_path, "x", 5))
     for seed, name in enumerate("ab"):
         manager.load(name, folder(tmp_path, name, seed), pinned=True)
-        wait_until(lambda: (manager.advance(), pinned_are_there(manager))[1])
+        wait_for(lambda: (manager.advance(), pinned_are_there(manager))[1])
     if comes != "loaded before":
         assert manager.list()[2].tier == "disk"
     block = manager.pool.block_bytes(size)
@@ -355,7 +355,7 @@ def test_a_pinned_adapter_is_replaced_where_pinned_ones_have_all_slots(
     manager = make(max_loras=2)
     for seed, name in enumerate("ab"):
         manager.load(name, folder(tmp_path, name, seed), pinned=True)
-        wait_until(lambda: (manager.advance(), pinned_are_there(manager))[1])
+        wait_for(lambda: (manager.advance(), pinned_are_there(manager))[1])
     with pytest.raises(AdapterError, match="have all 2 slots"):
         manager.load("c", folder(tmp_path, "c", 7))
     manager.load("a", tmp_path / "c", load_inplace=True, pinned=pinned)
@@ -474,7 +474,7 @@ def test_prefetch_brings_what_will_be_asked_for_and_evicts_nothing_wanted(tmp_pa
     held, _ = start(manager, "a")
     for name in "bc":
         manager.hold(refs[name])
-    wait_until(lambda: [info.state for info in manager.list()] == ["device", "host", "host"])
+    wait_for(lambda: [info.state for info in manager.list()] == ["device", "host", "host"])
     manager.prefetch([refs["b"], refs["c"]])
     assert slot_of(manager, refs["b"]) is not None  # no request asked for it yet
     manager.prefetch([refs["c"]])
@@ -494,7 +494,7 @@ def test_more_pinned_adapters_than_the_host_holds_at_boot(tmp_path: Path) -> Non
     manager = make(max_loras=4, lora_host_memory=size)
     for seed, name in enumerate("abc"):  # no step runs yet
         manager.load(name, folder(tmp_path, name, seed), pinned=True)
-    wait_until(lambda: (manager.advance(), {i.state for i in manager.list()} == {"device"})[1])
+    wait_for(lambda: (manager.advance(), {i.state for i in manager.list()} == {"device"})[1])
     assert sum(info.loads for info in manager.list()) >= 5  # two had to be read again
     manager.check_integrity()
 

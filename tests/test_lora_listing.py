@@ -69,7 +69,7 @@ def test_a_page_holds_wanted_states_and_names() -> None:
 
 def test_one_call_looks_at_few(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(listing, "EXAMINED", 10)
-    monkeypatch.setattr(listing, "COUNTED", 15)
+    monkeypatch.setattr(listing, "EXAMINED_FOR_NAMES", 15)
     found = filled(*(version(f"n{i:04d}", i) for i in range(1000)))
     looked_at = 0
 

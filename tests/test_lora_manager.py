@@ -3,13 +3,13 @@
 import re
 import threading
 import time
-from collections.abc import Callable
 from pathlib import Path
 from random import Random
 
 import pytest
 import torch
 from helpers_adapters import adapter, canonical_delta, stored_delta, tiny_targets
+from helpers_wait import wait_for
 
 from vexpert.config import EngineConfig
 from vexpert.errors import AdapterError, AdapterNotFoundError, ConfigError
@@ -100,19 +100,12 @@ def start(manager: AdapterManager, name: str) -> tuple[AdapterRef, int | None]:
     return ref, acquire(manager, ref)
 
 
-def wait_until(condition: Callable[[], bool]) -> None:
-    deadline = time.monotonic() + 60
-    while not condition():
-        assert time.monotonic() < deadline, "waited for 60 s"
-        time.sleep(0.001)
-
-
 def wait_for_later_times(tmp_path: Path) -> None:
     """Until what is written has a later time than what was: file systems count in hundredths."""
     clock = tmp_path / "clock"
     clock.touch()
     first = clock.stat().st_mtime_ns
-    wait_until(lambda: (clock.touch(), clock.stat().st_mtime_ns > first)[1])
+    wait_for(lambda: (clock.touch(), clock.stat().st_mtime_ns > first)[1])
 
 
 def finish(manager: AdapterManager, ref: AdapterRef) -> None:
@@ -273,7 +266,7 @@ def test_changed_files_make_an_adapter_errored(tmp_path: Path, change: str) -> N
         (path / "adapter_config.json").unlink()
     ref = manager.resolve("a")
     manager.hold(ref)
-    wait_until(lambda: manager.list()[0].state == "errored")
+    wait_for(lambda: manager.list()[0].state == "errored")
     (reason,) = manager.advance().values()
     assert re.search(r"'a'.*changed or vanished.*load_inplace", reason)
     assert manager.advance() == {}

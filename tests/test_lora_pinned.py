@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_server import serving
+from helpers_wait import wait_for
 from test_lora_lifecycle import Gate, run_until_ended
 from test_lora_manager import (
     LARGE,
@@ -18,7 +19,6 @@ from test_lora_manager import (
     make,
     start,
     states,
-    wait_until,
     weights_of,
 )
 
@@ -52,7 +52,7 @@ def step_until(manager: AdapterManager, name: str, state: str) -> None:
         assert not manager.advance()
         return [i.state for i in manager.list() if i.name == name][-1] == state
 
-    wait_until(is_there)
+    wait_for(is_there)
 
 
 def serves(manager: AdapterManager, name: str, seed: int) -> AdapterRef:
@@ -131,7 +131,7 @@ def test_of_two_pinned_loads_at_once_one_is_refused(tmp_path: Path) -> None:
     threads = [threading.Thread(target=try_load, args=("bc"[i], i + 1)) for i in range(2)]
     for thread in threads:
         thread.start()
-    wait_until(lambda: gate.inside == gate.shut)  # neither knows its size yet
+    wait_for(lambda: gate.inside == gate.shut)  # neither knows its size yet
     gate.open.set()
     for thread in threads:
         thread.join()

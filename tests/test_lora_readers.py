@@ -15,6 +15,7 @@ from pathlib import Path
 import pytest
 import torch
 from helpers_churn import opened
+from helpers_wait import wait_for
 from safetensors.torch import load_file, save_file
 from test_lora_manager import (
     TARGETS,
@@ -22,7 +23,6 @@ from test_lora_manager import (
     finish,
     start,
     wait_for_later_times,
-    wait_until,
     weights_of,
 )
 
@@ -105,7 +105,7 @@ def setting() -> Iterator[Setting]:
     pids = made.readers.pids()
     made.readers.close()
     assert pids
-    wait_until(lambda: not any(map(lives, pids)))
+    wait_for(lambda: not any(map(lives, pids)))
 
 
 def lives(pid: int) -> bool:
@@ -187,7 +187,7 @@ def test_a_reader_that_is_killed_costs_its_adapter_alone(setting: Setting, tmp_p
 
     thread = threading.Thread(target=load)
     thread.start()
-    wait_until(lambda: (tmp_path / "wait" / "begun").exists())
+    wait_for(lambda: (tmp_path / "wait" / "begun").exists())
     os.kill(pid, signal.SIGKILL)
     thread.join()
     assert errors == ["the process that read it was ended by signal 9 (Killed); load it again"]
@@ -206,7 +206,7 @@ def test_a_limit_of_memory_is_the_adapters_own_error(setting: Setting, tmp_path:
         setting.load(write(tmp_path, "wide"))
     same(setting, write(tmp_path, 2))
     os.kill(setting.pid(), signal.SIGKILL)  # an idle one that is gone is replaced
-    wait_until(lambda: not setting.readers.pids())
+    wait_for(lambda: not setting.readers.pids())
     same(setting, write(tmp_path, 2))
 
 
@@ -331,7 +331,7 @@ def test_readers_end_with_their_process(tmp_path: Path) -> None:
         first, second = (int(process.stdout.readline()) for _ in range(2))
         assert first != second
         process.kill()  # the fork lives on
-        wait_until(lambda: not lives(first))
+        wait_for(lambda: not lives(first))
         assert lives(second)
         os.killpg(process.pid, signal.SIGKILL)
-        wait_until(lambda: not lives(second))
+        wait_for(lambda: not lives(second))

@@ -16,7 +16,7 @@ from test_models_lora import merge, random_adapter
 
 from vexpert.config import EngineConfig
 from vexpert.kernels.norms import Norm
-from vexpert.kernels.rope_write import Rope
+from vexpert.kernels.rope_arguments import Rope
 from vexpert.lora.pack import pack
 from vexpert.lora.pool import SlotPool
 from vexpert.models.fused_attention import FusedAttention

@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 from helpers_engine_thread import EngineThread
-from helpers_server import BASE, FakeEngine, RunningServer, serving, wait_for
+from helpers_server import BASE, FakeEngine, RunningServer, serving
+from helpers_wait import wait_for
 
 from vexpert.errors import ConfigError
 from vexpert.server import engine_client, engine_loop

@@ -12,7 +12,7 @@ from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
-from helpers_server import wait_for
+from helpers_wait import wait_for
 from test_engine_process import ROOT, SCRIPT, is_gone
 
 from vexpert.cli.boot import Boot, EngineEnded, Stopped

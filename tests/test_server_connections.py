@@ -9,7 +9,8 @@ from collections.abc import Iterator
 import httpx
 import pytest
 from helpers_raw_http import connect, is_cut, request_bytes
-from helpers_server import BASE, make_fake_engine, wait_for
+from helpers_server import BASE, make_fake_engine
+from helpers_wait import wait_for
 from test_server_shutdown import drained, end
 
 from vexpert.errors import ConfigError

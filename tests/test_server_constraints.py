@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
-from helpers_server import wait_for
+from helpers_wait import wait_for
 
 from vexpert import SamplingParams
 from vexpert.engine import grammar_probe

@@ -7,7 +7,8 @@ from typing import Any
 
 import pytest
 from helpers_raw_http import connect, request_bytes
-from helpers_server import BASE, FakeEngine, RunningServer, wait_for
+from helpers_server import BASE, FakeEngine, RunningServer
+from helpers_wait import wait_for
 
 from vexpert.server.disconnect import EventStream
 

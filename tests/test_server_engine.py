@@ -10,7 +10,8 @@ import pytest
 from helpers_engine_thread import EngineThread
 from helpers_fake_engine import FakeEngine
 from helpers_hosts import HOSTS, is_ended, process_host, started, submit, thread_host, until
-from helpers_server import BASE, RunningServer, wait_for
+from helpers_server import BASE, RunningServer
+from helpers_wait import wait_for
 
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError, ModelError, RequestError

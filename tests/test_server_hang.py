@@ -18,7 +18,8 @@ import pytest
 from helpers_hosts import is_ended, process_host, started, submit, until
 from helpers_raw_http import connect, request_bytes
 from helpers_serve_process import GATE, HELD_AT
-from helpers_server import BASE, make_fake_engine, serving, wait_for
+from helpers_server import BASE, make_fake_engine, serving
+from helpers_wait import wait_for
 from test_engine_process import FAKE, LONG, is_gone
 from test_engine_process import serving as serving_process
 

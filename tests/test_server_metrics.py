@@ -4,7 +4,8 @@ import time
 from typing import Any
 
 import pytest
-from helpers_server import BASE, FakeEngine, RunningServer, serving, wait_for
+from helpers_server import BASE, FakeEngine, RunningServer, serving
+from helpers_wait import wait_for
 from prometheus_client.parser import text_string_to_metric_families
 
 from vexpert.engine.outputs import EngineStats

@@ -9,7 +9,8 @@ from typing import Any
 import httpx
 import pytest
 from helpers_raw_http import connect, request_bytes
-from helpers_server import BASE, FakeEngine, RunningServer, make_fake_engine, serving, wait_for
+from helpers_server import BASE, FakeEngine, RunningServer, make_fake_engine, serving
+from helpers_wait import wait_for
 
 from vexpert.log import JsonFormatter
 from vexpert.server.options import ServerOptions

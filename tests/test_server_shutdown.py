@@ -16,7 +16,8 @@ import httpx
 import pytest
 from helpers_engine_thread import EngineThread
 from helpers_raw_http import request_bytes
-from helpers_server import BASE, FakeEngine, make_fake_engine, wait_for
+from helpers_server import BASE, FakeEngine, make_fake_engine
+from helpers_wait import wait_for
 
 from vexpert.server import run as run_module
 from vexpert.server.app import create_app

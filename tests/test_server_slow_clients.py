@@ -13,7 +13,8 @@ import httpx
 import pytest
 from helpers_raw_http import connect, is_cut, request_bytes
 from helpers_serve_process import HELD_AT, PATIENT
-from helpers_server import BASE, make_fake_engine, serving, wait_for
+from helpers_server import BASE, make_fake_engine, serving
+from helpers_wait import wait_for
 from test_engine_process import FAKE
 from test_engine_process import serving as serving_process
 from test_server_shutdown import drained, end

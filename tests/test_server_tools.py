@@ -4,7 +4,8 @@ import json
 from typing import Any
 
 import pytest
-from helpers_server import BASE, RunningServer, make_fake_engine, serving, wait_for
+from helpers_server import BASE, RunningServer, make_fake_engine, serving
+from helpers_wait import wait_for
 
 from vexpert import demo
 from vexpert.server.options import ServerOptions

@@ -17,7 +17,8 @@ import httpx
 import pytest
 from helpers_browser import Browser, browser
 from helpers_demo import TASKS, expected
-from helpers_server import BASE, NAMES, make_fake_engine, serving, wait_for
+from helpers_server import BASE, NAMES, make_fake_engine, serving
+from helpers_wait import wait_for
 
 from vexpert import demo
 from vexpert.server.options import ServerOptions

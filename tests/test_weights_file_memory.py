@@ -14,8 +14,8 @@ from pathlib import Path
 
 import pytest
 import torch
+from helpers_wait import wait_for
 from safetensors.torch import load_file, save_file
-from test_lora_manager import wait_until
 
 from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths
@@ -237,11 +237,11 @@ def test_an_error_keeps_nothing_of_what_failed(threads: int) -> None:
 
     pool = LoaderPool()
     pool.submit(lambda: run_all([fail] * 3, threads), lambda _, error: told.append(repr(error)))
-    wait_until(lambda: bool(told))
-    wait_until(lambda: pool.counts() == (0, 0, 0))
+    wait_for(lambda: bool(told))
+    wait_for(lambda: pool.counts() == (0, 0, 0))
     assert told == ["AdapterError('bad')"]
     assert held
-    wait_until(lambda: not any(memory() for memory in held))
+    wait_for(lambda: not any(memory() for memory in held))
 
 
 @pytest.mark.usefixtures("no_collector")
@@ -257,4 +257,4 @@ def test_a_refused_load_keeps_no_file_in_memory(folder: Path) -> None:
         found = [each for each in gc.get_objects() if issubclass(type(each), torch.Tensor)]
         return [t for t in found if t.untyped_storage().nbytes() == size]
 
-    wait_until(lambda: not kept())
+    wait_for(lambda: not kept())

@@ -22,7 +22,17 @@ def shown(value: object, longest: int = 100) -> str:
         text = repr(value)
     except ValueError:  # an integer of more digits than Python prints
         text = f"a very large {type(value).__name__}"
+    return cut(text, longest)
+
+
+def cut(text: str, longest: int) -> str:
+    """The beginning of a long text, for a message."""
     return text if len(text) <= longest else f"{text[:longest]}..."
+
+
+def first_line(error: Exception) -> str:
+    """What went wrong, without the lines that libraries add."""
+    return (str(error) or type(error).__name__).splitlines()[0]
 
 
 def option(
@@ -90,7 +100,7 @@ def allocating(what: str, remedy: str) -> Iterator[None]:
     try:
         yield
     except (RuntimeError, MemoryError, OverflowError) as error:
-        cause = (str(error) or type(error).__name__).splitlines()[0]
+        cause = first_line(error)
         raise ConfigError(f"{what} cannot be allocated: {remedy} ({cause})") from error
 
 

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vexpert.config import first_line
 from vexpert.engine.adapters import AdapterSource
 from vexpert.engine.capture import Capturer
 from vexpert.engine.graph_buffers import Decoded, GraphBuffers
@@ -138,7 +139,7 @@ class DecodeGraphs:
                 replay = self._capturer.capture(self._work(key.size, view))
         except RuntimeError as error:
             self.is_off = True
-            logger.warning("CUDA graphs are off, steps run eagerly: %s", _first_line(error))
+            logger.warning("CUDA graphs are off, steps run eagerly: %s", first_line(error))
             return None
         now = time.monotonic()
         self._may_capture = now + (now - began) * (1 / self._share - 1)
@@ -181,7 +182,3 @@ class DecodeGraphs:
             if not self.is_off:
                 self._capture(GraphKey(size, None), None)
         self._may_capture = 0.0
-
-
-def _first_line(error: RuntimeError) -> str:
-    return (str(error) or type(error).__name__).splitlines()[0]

@@ -25,7 +25,8 @@ from vexpert.kernels.dense_tile_reader import (
 )
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.rms_norm import scale_rows
-from vexpert.kernels.rope_write import Heads, Rope, head_arguments, head_options, store_heads
+from vexpert.kernels.rope_arguments import Heads, Rope, head_arguments, head_options
+from vexpert.kernels.rope_write import store_heads
 
 
 def can_tile(heads: Heads) -> bool:

@@ -8,6 +8,7 @@ from typing import Any
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
+from vexpert.lora.info import SHOWN_NAMES, ListedNames
 from vexpert.lora.json_files import read_json
 from vexpert.lora.pattern_tables import ORDER, PatternFields
 from vexpert.lora.patterns import Patterns
@@ -210,8 +211,8 @@ def _warn_unknown(raw: dict[str, Any], warnings: list[str]) -> None:
             "adapter into the base model"
         )
     if unknown:
-        more = f" and {len(names) - 20} more" if len(names) > 20 else ""
-        warnings.append(f"{CONFIG_NAME}: unknown fields ignored: {', '.join(names[:20])}{more}")
+        told = ListedNames(names[:SHOWN_NAMES], len(names) - SHOWN_NAMES)
+        warnings.append(f"{CONFIG_NAME}: unknown fields ignored: {told}")
 
 
 def _bad(name: str, value: Any, wanted: str) -> AdapterError:

@@ -5,10 +5,9 @@ from dataclasses import dataclass, field
 
 from vexpert.errors import AdapterReplacedError
 from vexpert.lora.adapter_state import ON_DEVICE, ON_HOST, Life
+from vexpert.lora.info import SHOWN_NAMES, ListedNames
 from vexpert.lora.source import Source
 from vexpert.lora.types import AdapterInfo, AdapterRef
-
-SHOWN_NAMES = 20
 
 
 @dataclass(frozen=True, eq=False)
@@ -75,5 +74,4 @@ def check_newest(newest: AdapterRef, wanted: int | None) -> None:
 def some_names(names: Iterable[str]) -> str:
     """Names for a message: sorted, and of thousands the first few."""
     known = sorted(names)
-    more = f" and {len(known) - SHOWN_NAMES} more" if len(known) > SHOWN_NAMES else ""
-    return (", ".join(known[:SHOWN_NAMES]) or "none") + more
+    return str(ListedNames(known[:SHOWN_NAMES], len(known) - SHOWN_NAMES))

@@ -11,6 +11,7 @@ from dataclasses import dataclass
 
 import torch
 
+from vexpert.config import first_line
 from vexpert.log import get_logger
 from vexpert.lora.adapter_version import Version, some_names
 from vexpert.lora.eviction import DevicePolicy, Room
@@ -244,7 +245,7 @@ class DeviceTier:
             install.transfer.cancel()  # nothing may write to the block once it is free
         if install.slot is not None:
             self.pool.remove(install.slot)
-        cause = (str(error) or type(error).__name__).splitlines()[0]
+        cause = first_line(error)
         reason = f"adapter {version.ref.name!r}: the device could not take it: {cause}"
         version.life.fail(reason)
         logger.error("%s", reason)

@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from vexpert.config import shown
+from vexpert.config import first_line, shown
 from vexpert.errors import AdapterError
 from vexpert.lora.header import Entry
 from vexpert.lora.json_files import MAX_INDEX_BYTES, check_pointer, check_regular, read_json
@@ -186,10 +186,9 @@ def _read_pickle(path: Path) -> Tensors:
         IndexError,
         AttributeError,
     ) as error:
-        first = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise AdapterError(
-            f"{path} is refused: not a plain file of tensors ({first}); save the adapter as "
-            f"{SAFETENSORS}"
+            f"{path} is refused: not a plain file of tensors ({first_line(error)}); save the "
+            f"adapter as {SAFETENSORS}"
         ) from None
     if not isinstance(loaded, dict) or not all(
         isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in loaded.items()

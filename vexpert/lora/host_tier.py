@@ -12,6 +12,7 @@ from threading import Condition, RLock
 
 import torch
 
+from vexpert.config import first_line
 from vexpert.errors import AdapterError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_state import State
@@ -239,7 +240,7 @@ def _reason(error: BaseException) -> str:
     if not isinstance(error, Exception):
         return "the thread that read it was ended; load it again"
     if isinstance(error, MemoryError) or "can't allocate memory" in str(error):  # PyTorch's
-        cause = (str(error) or "MemoryError").splitlines()[0]
+        cause = first_line(error)
         return f"no host memory for it ({cause}); lower lora_host_memory (--lora-host-memory)"
     logger.error("an adapter met an unexpected error", exc_info=error)
     return f"{type(error).__name__}: {error}; this is a fault of vexpert"

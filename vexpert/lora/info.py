@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 USABLE = ("registered", "loading", "host", "device")
 UNUSABLE = ("errored", "draining")  # states of adapters that no new request may use
+SHOWN_NAMES = 20  # in a message; more are counted
+EXAMINED_FOR_NAMES = 200  # names that are examined for it, of thousands
 
 
 @dataclass(frozen=True)
@@ -41,7 +43,7 @@ class ListedNames(NamedTuple):
     """Some of all names, for a message."""
 
     names: list[str]
-    more: int  # that are not told
+    more: int  # that are not told; 0 or less: none
 
     def __str__(self) -> str:
         more = f" and {self.more} more" if self.more > 0 else ""

@@ -6,6 +6,8 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
+from vexpert.config import cut
+
 MOST_LINES = 40  # of one message
 MOST_LETTERS = 500  # of one line
 
@@ -62,8 +64,8 @@ def key_lines(keys: Iterable[str], noun: str = "key", plural: str = "") -> str:
 def limited(lines: list[str]) -> str:
     """Lines as one text, the first MOST_LINES of them, each cut where it is very long."""
     more = len(lines) - MOST_LINES
-    cut = [line if len(line) <= MOST_LETTERS else line[:MOST_LETTERS] + "..." for line in lines]
-    return "\n".join([*cut[:MOST_LINES], *([f"  and {more} more lines"] if more > 0 else [])])
+    told = [cut(line, MOST_LETTERS) for line in lines[:MOST_LINES]]
+    return "\n".join([*told, *([f"  and {more} more lines"] if more > 0 else [])])
 
 
 def counted(count: int, noun: str, plural: str = "") -> str:

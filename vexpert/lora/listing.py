@@ -5,18 +5,17 @@ from collections.abc import Collection, Iterable, Iterator, Mapping
 from threading import RLock
 
 from vexpert.lora.adapter_version import Version
-from vexpert.lora.info import UNUSABLE, AdapterInfo, AdapterPage, ListedNames
+from vexpert.lora.info import EXAMINED_FOR_NAMES, UNUSABLE, AdapterInfo, AdapterPage, ListedNames
 
 EXAMINED = 2000  # versions that one page looks at: about a millisecond, whatever it looks for
-COUNTED = 200  # versions that are looked at for a message
 
 
 class Listing:
     """Every version that is there, retired ones in use too. Any thread."""
 
-    def __init__(self, lock: RLock, current: Mapping[str, Version]) -> None:
-        """`lock`: the manager's, under which `current` changes: the newest version of each name."""
-        self._lock, self._current = lock, current
+    def __init__(self, lock: RLock, newest: Mapping[str, Version]) -> None:
+        """`lock`: the manager's, under which `newest` changes: the newest version of each name."""
+        self._lock, self._newest = lock, newest
         self._order: list[Version] = []  # by name, then version
 
     def add(self, version: Version) -> None:
@@ -77,12 +76,12 @@ class Listing:
         with self._lock:
             states = [
                 (version.ref.name, version.shown_state)
-                for version in self._order[:COUNTED]
+                for version in self._order[:EXAMINED_FOR_NAMES]
                 if not version.life.is_retired
             ]
             names = [name for name, state in states if state not in without]
             left_out = len(states) - len(names)
-            return ListedNames(names[:most], len(self._current) - left_out - len(names[:most]))
+            return ListedNames(names[:most], len(self._newest) - left_out - len(names[:most]))
 
     def check_integrity(self, versions: Collection[Version]) -> None:
         """Assert that the listing holds `versions`, in order."""

@@ -5,7 +5,6 @@ Any thread may load, register, unload, list, resolve, hold and drop. `advance`, 
 wait for none.
 """
 
-import itertools
 import threading
 import time
 from collections.abc import Callable, Iterable
@@ -15,23 +14,19 @@ from typing import Any
 
 import torch
 
-from vexpert.config import EngineConfig, allocating, shown
+from vexpert.config import EngineConfig
 from vexpert.errors import AdapterError, AdapterGoneError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_name import check_name
 from vexpert.lora.adapter_state import State, with_remedy
-from vexpert.lora.adapter_version import SHOWN_NAMES, Version, check_newest
-from vexpert.lora.budget import arena_bytes, host_bytes, reader_count, slab_bytes, slot_count
+from vexpert.lora.adapter_version import Version, check_newest
+from vexpert.lora.adapter_versions import Versions
 from vexpert.lora.chat_template import ChatTemplate
-from vexpert.lora.device_tier import DeviceTier
 from vexpert.lora.endings import Endings
 from vexpert.lora.eviction import check_owners, is_in_use
 from vexpert.lora.formats.full import BaseWeight
-from vexpert.lora.host_memory import HostMemory
-from vexpert.lora.host_tier import HostTier
-from vexpert.lora.listing import Listing
-from vexpert.lora.pool import SlotPool
 from vexpert.lora.source import AdapterLoader, AdapterReader, Source, check_path, make_source
+from vexpert.lora.tiers import make_tiers
 from vexpert.lora.types import (
     AdapterInfo,
     AdapterRef,
@@ -66,41 +61,21 @@ class AdapterManager:
         reserved: frozenset[str] = frozenset(),
         base_weight: BaseWeight | None = None,
     ) -> None:
-        slots = slot_count(config, device)
-        size = arena_bytes(targets, config, device, dtype)
-        with allocating(
-            f"an arena of {size} bytes with {slots} slots", "lower lora_memory or max_loras"
-        ):
-            self.pool = SlotPool(targets, slots, size, device, dtype)
-            readers = reader_count(config, device)
-            slab = slab_bytes(targets, config, device, dtype)
-            memory = HostMemory(device.type == "cuda", slab, shared=readers > 0)
-            memory.reserve()
+        self._lock = threading.RLock()
+        loader = AdapterLoader(
+            *(reader, targets, config.max_lora_rank, dtype, base_weight),
+            roots=config.allowed_adapter_roots,
+        )
+        self._tiers = make_tiers(loader, config, device, self._lock, self._check_size, self._settle)
+        self._host, self._device = self._tiers.host, self._tiers.device
+        self.pool = self._device.pool
         state.tables = self.pool.tables
         state.installed = self.pool.extras
-        self._lock = threading.RLock()
-        self._host = HostTier(
-            AdapterLoader(
-                *(reader, targets, config.max_lora_rank, dtype, base_weight),
-                roots=config.allowed_adapter_roots,
-            ),
-            memory,
-            host_bytes(config),
-            config.max_cpu_loras,
-            self._lock,
-            self._check_size,
-            self._settle,
-            readers,
-        )
-        self._device = DeviceTier(self.pool, device, self._settle, self._host.ensure)
         self._virtual_experts = config.lora_use_virtual_experts
         self._reserved = reserved
-        self._current: dict[str, Version] = {}
-        self._versions: dict[AdapterRef, Version] = {}  # current ones, and retired ones in use
-        self.listing = Listing(self._lock, self._current)  # the same
-        self._reserved_now: set[str] = set()  # names that are being loaded
+        self._versions = Versions(self._lock)
+        self.listing = self._versions.listing
         self._endings = Endings(self._shut_out)
-        self._next_version = itertools.count(1)
         self._watcher: Watcher | None = None
         # Told of each version that is replaced (True) or unloaded, under the lock.
         self.on_loss: Callable[[AdapterRef, bool], None] | None = None
@@ -131,7 +106,8 @@ class AdapterManager:
         """
         check_name(name, self._reserved)
         source = make_source(path, tensors, config, lora_B_layout)
-        version = self._reserve(name, source, load_inplace, pinned)
+        with self._lock:
+            version = self._versions.begin_load(name, source, load_inplace, pinned)
         try:
             with self._lock:
                 version.life.holds += 1  # nobody may drop what is read
@@ -140,7 +116,7 @@ class AdapterManager:
         finally:
             with self._lock:
                 version.life.holds -= 1
-                self._reserved_now.discard(name)
+                self._versions.end_load(name)
                 if version.life.error is None:
                     self._commit(version)
                 else:
@@ -166,10 +142,12 @@ class AdapterManager:
         and its bytes if they are free when they are known; else it waits for them.
         """
         check_name(name, self._reserved)
-        version = self._reserve(name, Source(check_path(path), lora_B_layout), load_inplace, pinned)
+        source = Source(check_path(path), lora_B_layout)
+        with self._lock:
+            version = self._versions.begin_load(name, source, load_inplace, pinned)
         self._host.warm()
         with self._lock:
-            self._reserved_now.discard(name)
+            self._versions.end_load(name)
             if pinned:
                 self._check_size(version, 0)
             self._commit(version)
@@ -185,7 +163,7 @@ class AdapterManager:
         if drain_seconds is not None and not 0 <= drain_seconds < FOREVER:
             raise AdapterError(f"drain_seconds={drain_seconds}: give seconds, 0 or more")
         with self._lock:
-            version = self._find(name)
+            version = self._versions.newest(name)
             if drain_seconds is not None and version.life.holds:
                 self._endings.end_after(version, drain_seconds)
             self._retire(version, is_replaced=False)
@@ -193,7 +171,7 @@ class AdapterManager:
     def is_loading(self, name: str) -> bool:
         """Whether somebody loads or registers `name` just now."""
         with self._lock:
-            return name in self._reserved_now
+            return self._versions.is_loading(name)
 
     def list(self) -> list[AdapterInfo]:
         """Every adapter by name, then version; replaced and unloaded ones drain."""
@@ -202,7 +180,7 @@ class AdapterManager:
     def resolve(self, name: str) -> AdapterRef:
         """The newest version of `name`; AdapterNotFoundError if there is none."""
         with self._lock:
-            return self._find(name).ref
+            return self._versions.newest(name).ref
 
     def chat_template(self, name: str, may_read: bool) -> ChatTemplate | None:
         """What the newest version of `name` was loaded with; None: it is to be read, with may_read.
@@ -211,7 +189,7 @@ class AdapterManager:
         AdapterGoneError.
         """
         with self._lock:
-            version = self._find(name)
+            version = self._versions.newest(name)
             life = version.life
             if life.error is not None:
                 raise life.gone()
@@ -224,22 +202,7 @@ class AdapterManager:
     def usage(self) -> TierUsage:
         """What the tiers hold now."""
         with self._lock:
-            arena, host, device = self.pool.arena, self._host, self._device
-            return TierUsage(
-                known=len(self._current),
-                device_bytes=arena.nbytes,
-                device_used=arena.used_bytes,
-                device_payload=self.pool.payload_bytes,
-                device_adapters=len(device.policy.in_slot),
-                host_bytes=host.policy.budget,
-                host_used=host.policy.used,
-                host_adapters=len(host.policy),
-                loading=host.loading(),
-                loads=host.loads,
-                load_seconds=host.load_seconds,
-                errors=host.errors,
-                evictions=device.policy.evictions,
-            )
+            return self._tiers.usage(known=self._versions.num_names)
 
     def watch(self, folder: str, interval: float) -> None:
         """Serve every adapter in `folder`, looked at each `interval` seconds. ConfigError."""
@@ -254,7 +217,7 @@ class AdapterManager:
         is given; nothing is held then.
         """
         with self._lock:
-            ref = self._find(name).ref
+            ref = self._versions.newest(name).ref
             check_newest(ref, version)
             self.hold(ref)
             return ref
@@ -353,8 +316,7 @@ class AdapterManager:
             check_owners(self._versions.values(), self._device.policy)
             for version in self._device.policy.in_slot.values():
                 assert self._versions.get(version.ref) is version, f"{version.ref} leaked a slot"
-            assert all(self._versions[v.ref] is v for v in self._current.values())
-            self.listing.check_integrity(self._versions.values())
+            self._versions.check_integrity()
 
     def _read_template(self, version: Version) -> None:
         """Raises AdapterGoneError; the read of its weights then finds the same, for good."""
@@ -370,19 +332,6 @@ class AdapterManager:
 
     # ---- under the lock
 
-    def _reserve(self, name: str, source: Source, load_inplace: bool, pinned: bool) -> Version:
-        with self._lock:
-            if name in self._reserved_now:
-                raise AdapterError(f"adapter {shown(name)} is being loaded now; wait for it")
-            if name in self._current and not load_inplace:
-                raise AdapterError(
-                    f"adapter {name!r} is already loaded from {str(self._current[name].source)!r}; "
-                    "unload it first, or pass load_inplace to replace it"
-                )
-            self._reserved_now.add(name)
-            ref = AdapterRef(name, next(self._next_version))
-            return Version(ref, source, pinned)
-
     def _check_size(self, version: Version, nbytes: int) -> None:
         """Raise AdapterError for one that never fits, or is new and does not beside pinned ones.
 
@@ -397,10 +346,10 @@ class AdapterManager:
 
     def _commit(self, version: Version) -> None:
         name = version.ref.name
-        if name in self._current:
-            self._retire(self._current[name], is_replaced=True)
-        self._current[name] = self._versions[version.ref] = version
-        self.listing.add(version)
+        former = self._versions.find(name)
+        if former is not None:
+            self._retire(former, is_replaced=True)
+        self._versions.add(version)
         self._use(version)
         if version.is_pinned:
             self._device.bring(version)
@@ -408,13 +357,6 @@ class AdapterManager:
         nbytes = version.life.host_bytes
         size = f", {nbytes / 2**20:.1f} MiB" if nbytes else ""
         logger.info("adapter %s: version %d%s, %s", name, version.ref.version, size, version.source)
-
-    def _find(self, name: str) -> Version:
-        version = self._current.get(name) if isinstance(name, str) else None
-        if version is None:
-            known = self.listing.some_names(SHOWN_NAMES, without=())
-            raise AdapterNotFoundError(f"no adapter {shown(name, 300)}; loaded adapters: {known}")
-        return version
 
     def _use(self, version: Version) -> None:
         version.life.history.last_use = time.time()
@@ -425,8 +367,7 @@ class AdapterManager:
         self._device.policy.unpin(version)
         if self.on_loss is not None:
             self.on_loss(version.ref, is_replaced)
-        if self._current.get(version.ref.name) is version:
-            del self._current[version.ref.name]
+        self._versions.retire(version)
         self._free_if_retired(version)
 
     def _free_if_retired(self, version: Version) -> None:
@@ -434,8 +375,7 @@ class AdapterManager:
             self._device.remove(version)
             self._host.drop(version)
             self._endings.forget(version)
-            if self._versions.pop(version.ref, None) is not None:
-                self.listing.remove(version)
+            self._versions.remove(version)
 
     def _settle(self, version: Version) -> None:
         """A read or a copy of `version` has ended, maybe with an error."""

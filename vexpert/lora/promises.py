@@ -13,6 +13,7 @@ from vexpert.lora.adapter_config import AdapterConfig
 from vexpert.lora.excess import excess_error, excess_warning, find_excess, is_of_wrappers
 from vexpert.lora.formats.full import is_router
 from vexpert.lora.gaps import Gap, Gaps
+from vexpert.lora.info import ListedNames
 from vexpert.lora.key_lists import counted, grouped, key_lines, spans
 from vexpert.lora.keys import PREFIX
 from vexpert.lora.names import Place, layer_of, names_of
@@ -178,7 +179,7 @@ def _remedy(fields: Collection[str]) -> str:
 def _listed(names: Iterable[str], most: int = 5) -> str:
     """Names for a message, the first few of many."""
     found = [shown(name) for name in names]
-    return ", ".join(found[:most]) + (f" and {len(found) - most} more" if len(found) > most else "")
+    return str(ListedNames(found[:most], len(found) - most))
 
 
 def _gap_warnings(lost: list[Gap], found: Found) -> list[str]:

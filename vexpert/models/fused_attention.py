@@ -10,8 +10,9 @@ from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.paged_decode import programs_of
 from vexpert.kernels.replay import Replays
+from vexpert.kernels.rope_arguments import Heads, Rope
 from vexpert.kernels.rope_tiles import can_tile, rope_tiles
-from vexpert.kernels.rope_write import Heads, Rope, rope_write
+from vexpert.kernels.rope_write import rope_write
 from vexpert.lora.layers import LoraLinear, LoraPackedLinear
 from vexpert.models.attention import AttentionLayer, Softmax
 from vexpert.models.fused_record import AttentionInputs, Call, Records, agree

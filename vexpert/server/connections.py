@@ -10,6 +10,7 @@ from typing import Any
 from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vexpert.log import get_logger
+from vexpert.lora.info import ListedNames
 
 logger = get_logger(__name__)
 HEAD_SECONDS = 30.0  # from the first look at a connection, or the last answer, to a request's head
@@ -102,9 +103,8 @@ def _abort(stalled: list[H11Protocol]) -> None:
     for protocol in stalled:
         _reset(protocol)
     if stalled:
-        shown = ", ".join(_name(each) for each in stalled[:SHOWN])
-        more = f" and {len(stalled) - SHOWN} more" if len(stalled) > SHOWN else ""
-        logger.warning("clients that read nothing of their answers are cut off: %s%s", shown, more)
+        told = ListedNames([_name(each) for each in stalled[:SHOWN]], len(stalled) - SHOWN)
+        logger.warning("clients that read nothing of their answers are cut off: %s", told)
 
 
 def _name(protocol: H11Protocol) -> str:

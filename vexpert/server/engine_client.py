@@ -7,7 +7,6 @@ and the engine is started again, with the adapters that it had, unless that happ
 import asyncio
 import itertools
 import time
-from collections import deque
 from collections.abc import Callable, Collection, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, Any
@@ -31,6 +30,7 @@ from vexpert.server.progress import (
     Tracker,
 )
 from vexpert.server.recorder import Recorder
+from vexpert.server.restarts import Restarts
 from vexpert.server.wire import params_fields, read_error, read_info, read_stats
 
 if TYPE_CHECKING:
@@ -40,7 +40,6 @@ if TYPE_CHECKING:
 
 logger = get_logger(__name__)
 QUEUE_SECONDS = 90  # for a constraint to be compiled, with those before it
-RESTART_WINDOW = 600.0  # seconds in which restarts are counted
 LAST_WORDS = 10.0  # seconds between the end of the connection and that of the engine
 STOP_SECONDS = 5.0  # for the engine to end by itself
 KILL_SECONDS = 60.0  # for a killed engine to be gone; one that waits for a dead device may stay
@@ -61,7 +60,7 @@ class AsyncEngine:
     ) -> None:
         """`max_queue_len`: sequences accepted beyond those of one step; None: any number.
 
-        `max_restarts`: of the engine, within RESTART_WINDOW. `step_timeout`: seconds after which a
+        `max_restarts`: of the engine, see `Restarts`. `step_timeout`: seconds after which a
         step hangs, and the engine is ended; None: it is never asked.
         """
         self.facts = host.facts
@@ -71,11 +70,9 @@ class AsyncEngine:
         self.failure: EngineFailedError | None = None  # why nothing can be answered now
         self.is_restarting = False
         self.on_failure: Callable[[], None] | None = None  # the engine will not start again
-        self.restarts = 0  # since the server started
+        self._restarts = Restarts(max_restarts)
         self._host = host
         self._most = None if max_queue_len is None else self.facts.max_num_seqs + max_queue_len
-        self._max_restarts = max_restarts
-        self._restart_times: deque[float] = deque(maxlen=max_restarts)  # monotonic
         self._modules = {module.name: module for module in host.modules}
         self._step_timeout = step_timeout
         self._heartbeat: Heartbeat | None = None  # of the engine that runs
@@ -120,6 +117,11 @@ class AsyncEngine:
     def kill(self) -> None:
         """End the engine at once, when this process is to end too; for any thread."""
         self._host.kill()
+
+    @property
+    def restarts(self) -> int:
+        """Of the engine, since the server started."""
+        return self._restarts.count
 
     @property
     def doubt(self) -> str | None:
@@ -322,7 +324,7 @@ class AsyncEngine:
     async def _supervise(self) -> None:
         """Start the engine anew whenever it ends, within the limit; then call `on_failure`."""
         how = await self._ended()
-        while self._may_restart():
+        while self._restarts.may_begin():
             self._fail(f"{how}; it is started again", is_restarting=True)
             logger.error("%s; it is started again", how)
             if not await self._is_gone(KILL_SECONDS):  # its memory is not free
@@ -345,15 +347,6 @@ class AsyncEngine:
         logger.error("%s; the server ends", how)
         if self.on_failure is not None:
             self.on_failure()
-
-    def _may_restart(self) -> bool:
-        """Whether one more restart is within the limit; counts it."""
-        times, now = self._restart_times, time.monotonic()
-        if len(times) == self._max_restarts and not (times and now - times[0] > RESTART_WINDOW):
-            return False
-        times.append(now)
-        self.restarts += 1
-        return True
 
     async def _ended(self) -> str:
         """Wait for the end of the engine; how it came."""

@@ -7,6 +7,7 @@ from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
 
+from vexpert.config import cut
 from vexpert.errors import (
     AdapterGoneError,
     AdapterNotFoundError,
@@ -70,13 +71,9 @@ def error_object(
     """
     kind = "invalid_request_error" if status < 500 else "server_error"
     kind = "rate_limit_error" if status == 429 else kind
-    clean = _cut(message, MOST_CHARACTERS).encode("utf-8", "replace").decode()
-    param = param and _cut(param, MOST_PARAM).encode("utf-8", "replace").decode()
+    clean = cut(message, MOST_CHARACTERS).encode("utf-8", "replace").decode()
+    param = param and cut(param, MOST_PARAM).encode("utf-8", "replace").decode()
     return {"error": {"message": clean, "type": kind, "param": param, "code": code}}
-
-
-def _cut(text: str, most: int) -> str:
-    return text if len(text) <= most else f"{text[:most]}..."
 
 
 def api_error(error: Exception) -> ApiError:
@@ -130,7 +127,7 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
 async def _refuse_http(request: Request, error: Exception) -> JSONResponse:
     """Starlette's own refusals: of a path or a method that no route has, in more words."""
     assert isinstance(error, HTTPException)
-    method, path = request.method, _cut(request.url.path, MOST_PATH)
+    method, path = request.method, cut(request.url.path, MOST_PATH)
     if error.status_code == 404 and "endpoint" not in request.scope:
         return error_response(ApiError(no_such_route(method, path), 404, code="not_served"))
     if error.status_code == 405:

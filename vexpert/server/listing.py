@@ -41,13 +41,8 @@ class Page:
         self._limit = limit
         self._names = 0
         self._last: str | None = None
-        self._has_more = False
+        self.has_more = False  # than the limit
         self._texts: list[str] = []
-
-    @property
-    def is_full(self) -> bool:
-        """Whether there is more than the limit."""
-        return self._has_more
 
     @property
     def room(self) -> int:
@@ -57,8 +52,8 @@ class Page:
     def add(self, name: str, entry: Entry) -> None:
         """One more entry, unless there is no room for its name; those of a name are together."""
         is_new = name != self._last
-        self._has_more = self._has_more or (is_new and self._names == self._limit)
-        if self._has_more:
+        self.has_more = self.has_more or (is_new and self._names == self._limit)
+        if self.has_more:
             return
         self._names += is_new
         self._last = name
@@ -66,7 +61,7 @@ class Page:
 
     def response(self) -> Response:
         """The list."""
-        last, more = json.dumps(self._last), json.dumps(self._has_more)
+        last, more = json.dumps(self._last), json.dumps(self.has_more)
         text = f'{{"object":"list","data":[{",".join(self._texts)}],"last_id":{last},'
         return Response(f'{text}"has_more":{more}}}', media_type="application/json")
 
@@ -78,7 +73,7 @@ async def fill(
     async for infos in _pieces(page, engine, wanted):
         for info in infos:
             page.add(info.name, entry(info))
-        if page.is_full:
+        if page.has_more:
             break
     return page.response()
 

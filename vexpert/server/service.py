@@ -6,10 +6,10 @@ from pathlib import Path
 
 from starlette.requests import Request
 
-from vexpert.config import shown
+from vexpert.config import cut, shown
 from vexpert.errors import AdapterError, ConfigError
 from vexpert.lora.adapter_name import check_name
-from vexpert.lora.info import UNUSABLE, ListedNames
+from vexpert.lora.info import EXAMINED_FOR_NAMES, SHOWN_NAMES, UNUSABLE, ListedNames
 from vexpert.lora.opening import resolved_inside
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.deadlines import Unanswered
@@ -26,8 +26,6 @@ from vexpert.server.scrape import Scraper
 from vexpert.server.tools.formats import FORMATS, ToolFormat
 from vexpert.server.tracing import make_traces
 
-SHOWN_NAMES = 20
-MOST_LOOKED_AT = 200  # names of a key, of which the known ones are shown
 MOST_SHOWN = 1000  # characters of a path
 PATH_CHECKS = 4  # at once
 
@@ -138,7 +136,9 @@ class Service:
             return
         absolute = Path.cwd() / folder
         if not await asyncio.wrap_future(self._paths.submit(_is_folder, absolute)):
-            start = f"a relative path starts at the server's folder: {str(absolute)[:MOST_SHOWN]}"
+            start = (
+                f"a relative path starts at the server's folder: {cut(str(absolute), MOST_SHOWN)}"
+            )
             message = f"{error}; {start}"
             raise ApiError(message, 400, "lora_path") from error
 
@@ -154,10 +154,10 @@ class Service:
         if allowed is None:
             names, more = await self.engine.some_adapter_names(SHOWN_NAMES)
         else:
-            looked_at = sorted(allowed - {METRICS, *bases})[:MOST_LOOKED_AT]
-            infos = await self.engine.adapters_named(looked_at)
+            others = sorted(allowed - {METRICS, *bases})
+            infos = await self.engine.adapters_named(others[:EXAMINED_FOR_NAMES])
             names = [info.name for info in infos if info.state not in UNUSABLE]
-            more = len(allowed - {METRICS, *bases}) - len(looked_at)
+            more = len(others[EXAMINED_FOR_NAMES:])
         known = bases + names
         return ListedNames(known[:SHOWN_NAMES], more + len(known[SHOWN_NAMES:]))
 

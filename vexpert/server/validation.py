@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from typing import Any
 
-from vexpert.config import shown
+from vexpert.config import cut, shown
 from vexpert.errors import nearest
 from vexpert.server.protocol.fields import known_fields, known_models, routes_with
 
@@ -55,7 +55,7 @@ def _dotted(path: list[str | int]) -> str:
 
 def _short(name: str) -> str:
     """A name may be a client's own, as a key of metadata is."""
-    return name if len(name) <= MOST_NAME else f"{name[:MOST_NAME]}..."
+    return cut(name, MOST_NAME)
 
 
 def _hint(name: str) -> str:

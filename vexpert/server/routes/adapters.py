@@ -7,7 +7,7 @@ from fastapi import APIRouter, Query
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from vexpert.config import shown
+from vexpert.config import cut, shown
 from vexpert.errors import AdapterError
 from vexpert.lora.info import UNUSABLE, USABLE
 from vexpert.server.errors import ApiError
@@ -73,7 +73,9 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
         await service.check_relative_path(body.lora_path, error)
         raise
     except OSError as error:
-        message = f"lora_path={shown(body.lora_path)}: cannot be read: {str(error)[:MOST_SHOWN]}"
+        message = (
+            f"lora_path={shown(body.lora_path)}: cannot be read: {cut(str(error), MOST_SHOWN)}"
+        )
         raise ApiError(message, 400, "lora_path") from error
     return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
