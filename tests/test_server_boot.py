@@ -156,6 +156,16 @@ def leave_as_it_ends(engine: Waited, telling: threading.Event) -> None:
         assert telling.wait(60)
 
 
+def test_an_engine_that_has_ended_before_is_told_once() -> None:
+    engine = Waited()
+    engine.ended.set()
+    for _ in range(20):  # the signal meets another line each time
+        with Boot() as boot:
+            with pytest.raises(EngineEnded):
+                let_pass(boot, engine)
+            assert not boot._is_watching  # no other comes
+
+
 def test_no_signal_comes_once_nobody_watches(monkeypatch: pytest.MonkeyPatch) -> None:
     """Though the thread that sends it is held up, and the engine ends as it is ready."""
     engine, telling, stray = Waited(), threading.Event(), list[int]()

@@ -68,19 +68,19 @@ class Boot:
         """Raises EngineEnded on the main thread, inside the block, once `engine` has ended."""
         self.check()
         self._is_watching = True
-        with _signals_told(self._insist):
-            watch = partial(self._watch, engine)
-            threading.Thread(target=watch, name="vexpert-boot", daemon=True).start()
-            try:
+        try:
+            with _signals_told(self._insist):
+                watch = partial(self._watch, engine)
+                threading.Thread(target=watch, name="vexpert-boot", daemon=True).start()
                 yield
-            except BaseException as error:
                 self._look_away()
-                if self._has_ended and not self._is_stopped:
-                    raise EngineEnded from error
-                raise
+        except BaseException as error:
             self._look_away()
-            if self._has_ended:
-                raise EngineEnded
+            if self._has_ended and not self._is_stopped:
+                raise EngineEnded from error
+            raise
+        if self._has_ended:
+            raise EngineEnded
 
     def _look_away(self) -> None:
         try:
