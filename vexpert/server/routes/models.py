@@ -2,12 +2,13 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
 from vexpert.lora.info import UNUSABLE, USABLE
 from vexpert.server.listing import Page, Wanted, fill
+from vexpert.server.query import PAGE, only
 from vexpert.server.service import Service, allowed_models, service_of
 
 router = APIRouter()
@@ -31,7 +32,7 @@ def _entry(service: Service, name: str, path: str | None = None) -> dict[str, An
     }
 
 
-@router.get("/v1/models", response_model=dict[str, Any])
+@router.get("/v1/models", response_model=dict[str, Any], dependencies=[Depends(only(*PAGE))])
 async def list_models(
     request: Request, limit: Limit = None, after: After = None, name: Part = ""
 ) -> Response:
