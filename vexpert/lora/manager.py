@@ -18,13 +18,14 @@ from vexpert.config import EngineConfig
 from vexpert.errors import AdapterError, AdapterGoneError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_name import check_name
-from vexpert.lora.adapter_state import State, with_remedy
+from vexpert.lora.adapter_state import State
 from vexpert.lora.adapter_version import Version, check_newest
 from vexpert.lora.adapter_versions import Versions
 from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.endings import Endings, check_seconds
 from vexpert.lora.eviction import check_owners, is_in_use
 from vexpert.lora.formats.full import BaseWeight
+from vexpert.lora.info import with_remedy
 from vexpert.lora.source import (
     AdapterLoader,
     AdapterReader,
