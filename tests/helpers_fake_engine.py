@@ -55,7 +55,7 @@ class FakeTokenizer:
         tokens = [ord(c) if ord(c) < VOCAB_SIZE else ord("?") for c in text]
         return [1, *tokens] if add_special_tokens else tokens
 
-    def decode(self, token_ids: Any) -> str:
+    def decode(self, token_ids: Any, **options: Any) -> str:
         return "".join(chr(token) for token in token_ids if token > 1)
 
     def apply_chat_template(

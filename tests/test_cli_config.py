@@ -88,6 +88,10 @@ def test_a_positional_model_wins(tmp_path: Path) -> None:
         ("enable-lora: maybe", "use true or false"),
         ("lora-modules: [x]", "NAME=PATH"),
         ("lora-modules: {x: {pinned: true}}", "the field 'path' is missing"),
+        ("lora-modules: {a: null}", "'a' is null, which is no value: give its path"),
+        ("lora-modules: {a: x, b: }", "'b' is null, which is no value: give its path"),
+        ("lora-modules: {a: [x]}", "'a' has a list: give its path"),
+        ("lora-modules: [null]", "use one value, or leave it out"),
         ("api-key: {a: b}", "use one value"),
         ("config: other.yaml", "no option 'config'"),
         ("- port", "must hold `option: value` lines"),
@@ -120,6 +124,17 @@ def test_mistakes_name_the_file_and_the_option(
     assert error.startswith(f"error: config {file}: ")
     assert told in error
     assert error.count("\n") == 1
+
+
+def test_a_name_of_the_base_model_is_given_once(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    file = config(tmp_path, "served-model-name: [a, b, a]")
+    for words in (["--config", file], ["--served-model-name", "a", "b", "a"]):
+        assert main(["serve", "--port", "0", *words]) == 2
+        shown = capsys.readouterr()
+        assert shown.err == "error: served_model_name='a' is given twice; keep one\n"
+        assert shown.out == ""
 
 
 def test_a_file_that_is_not_there(capsys: pytest.CaptureFixture[str]) -> None:

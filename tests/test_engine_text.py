@@ -15,6 +15,7 @@ from transformers.convert_slow_tokenizer import bytes_to_unicode
 from vexpert.engine.detokenizer import WINDOW, Detokenizer, find_decode
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.engine.stop_strings import OutputText
+from vexpert.server.places import Places
 
 BYTES = BytesTokenizer([bytes([value]) for value in range(256)])
 
@@ -47,6 +48,12 @@ def test_a_character_comes_whole_with_its_last_byte(text: str) -> None:
     deltas = stream(BYTES, list(text.encode()))
     expected = [piece for letter in text for piece in [""] * (len(letter.encode()) - 1) + [letter]]
     assert deltas == expected
+
+
+def test_tokens_of_a_character_begin_where_it_does() -> None:
+    places = Places(Detokenizer(BYTES, skip_special_tokens=True), start=5)
+    found = [place for byte in "a😀日b".encode() for place in places.append([byte])]
+    assert found == [5, 6, 6, 6, 6, 7, 7, 7, 8]
 
 
 def test_a_character_cut_off_by_the_end_is_dropped() -> None:

@@ -83,6 +83,25 @@ def test_offsets_of_an_echo_lie_in_the_text(url: str, prompt: str) -> None:
         assert answer.text[offset : offset + 1] in (token, "\N{GRINNING FACE}", "\u65e5", "")
 
 
+@pytest.mark.parametrize("echo", [False, True])
+def test_hidden_tokens_take_no_place_in_the_text(url: str, echo: bool) -> None:
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")
+    for shown in (False, True):
+        more = {"ignore_eos": True, "skip_special_tokens": not shown}
+        answer = client.completions.create(
+            model="upper", prompt=[1, 2, 3], echo=echo, max_tokens=6, logprobs=0, temperature=0,
+            extra_body=more,
+        ).choices[0]  # fmt: skip
+        assert answer.logprobs is not None
+        offsets, tokens = answer.logprobs.text_offset or [], answer.logprobs.tokens or []
+        begin = len(tokens) - 6  # of the completion
+        assert any(len(token) > 1 for token in tokens[begin:])  # special ones
+        ends = [*offsets[1:], len(answer.text)]
+        pieces = [answer.text[a:b] for a, b in zip(offsets, ends, strict=True)]
+        is_hidden = [not shown and i >= begin and len(each) > 1 for i, each in enumerate(tokens)]
+        assert pieces == ["" if h else t for h, t in zip(is_hidden, tokens, strict=True)]
+
+
 @pytest.mark.parametrize("prompt", ["ab", [97, 98]])
 def test_offsets_of_an_echo_are_each_completions_own(url: str, prompt: Any) -> None:
     client = openai.OpenAI(base_url=f"{url}/v1", api_key="none")

@@ -1,6 +1,7 @@
-"""Dates and times of strings with a format are those of the calendar and the clock."""
+"""Strings with a format: dates of the calendar, times of the clock, addresses and names in full."""
 
 import datetime
+import ipaddress
 import json
 import random
 from typing import Any
@@ -51,6 +52,16 @@ def test_a_date_is_one_of_the_calendar() -> None:
             ["2023-02-29T00:00:00Z", "2024-04-31T00:00:00Z", "2024-04-30", "2024-04-30T00:00:00"],
         ),
         ("ipv4", ["0.0.0.0", "255.249.199.10"], ["01.0.0.0", "256.0.0.0", "1.1.1", "1.1.1.1."]),
+        (
+            "hostname",
+            ["a", "X.com", "a-b.c.1", "a." * 9 + "b", "x" * 63 + ".de"],
+            ["", "-a", "a-", "a..b", "a.", ".a", "a_b", "x" * 64, "a." + "x" * 64],
+        ),
+        (
+            "email",
+            ["a@b.c", "A.b+c@mail.x.com", "o'neil@a-b.d", "a@b", "x@" + "y" * 63 + ".de"],
+            ["a", "@b.c", "a@", ".a@b.c", "a.@b.c", "a..b@c.d", "a@-b.c", "a@b.c.", "a b@c.d"],
+        ),
     ],
 )
 def test_times_and_addresses(kind: str, good: list[str], bad: list[str]) -> None:
@@ -59,7 +70,29 @@ def test_times_and_addresses(kind: str, good: list[str], bad: list[str]) -> None
     assert [text for text in bad if accepts(grammar, text)] == []
 
 
-@pytest.mark.parametrize("kind", ["date", "time", "date-time", "ipv4", "uuid"])
+def is_ipv6(text: str) -> bool:
+    try:
+        return bool(ipaddress.IPv6Address(text))
+    except ValueError:
+        return False
+
+
+def test_an_ipv6_address_is_one_in_any_form() -> None:
+    """All counts of groups before and behind a `::`, with IPv4 at the end or without."""
+    grammar = grammar_of("ipv6")
+    groups = ["1", "0", "fF", "aB9", "00a0", "ffff", "2", "3", "4"]
+    texts = [":".join(groups[:n]) for n in range(10)]
+    texts += [f"{':'.join(groups[:n])}::{':'.join(groups[:m])}" for n in range(9) for m in range(9)]
+    texts += [f"{text}{sep}1.2.3.255" for text in texts for sep in ("", ":", "::")]
+    texts += ["1:::2", "1::2::3", "::1.2.3.256", "::1.2.3", "::g", "::12345", ":1:2", "::1%eth0"]
+    texts += ["1.2.3.4::", "1.2.3.4:1::", ":", "::1.2.3.4:5", "1:2:3:4:5:6:7:"]
+    wrong = [
+        text for text in texts if accepts(grammar, text) != (is_ipv6(text) and "%" not in text)
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("kind", ["date", "time", "date-time", "ipv4", "ipv6", "hostname", "uuid"])
 def test_random_texts_of_a_format_are_valid(kind: str) -> None:
     schema = {"type": "string", "format": kind}
     validator = jsonschema_rs.validator_for(schema, validate_formats=True)

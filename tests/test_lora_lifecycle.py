@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from helpers_wait import wait_for
@@ -22,12 +23,14 @@ from test_lora_manager import (
     states,
     weights_of,
 )
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.lora.adapter_version import Version
 from vexpert.lora.device_tier import Pace
 from vexpert.lora.loading import LoaderPool
 from vexpert.lora.manager import AdapterManager
+from vexpert.lora.memory_source import adapter_tensors
 from vexpert.lora.pack import pack
 from vexpert.lora.transfer import PlainTransfer
 from vexpert.lora.types import AdapterRef, AdapterWeights, Wait
@@ -454,7 +457,23 @@ MEMORYLESS = {
     "csr": lambda: torch.eye(2).to_sparse_csr(),
     "quantized": lambda: torch.quantize_per_tensor(torch.eye(2), 0.1, 0, torch.qint8),
     "nested": lambda: torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]),
+    "fake": lambda: FakeTensorMode().from_tensor(torch.eye(2)),
+    "wrapped": lambda: _Wrapper(torch.eye(2)),
 }
+
+
+class _Wrapper(torch.Tensor):
+    """Stands for subclasses whose numbers lie in other tensors, such as sharded ones."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> "_Wrapper":
+        wrapper = torch.Tensor._make_wrapper_subclass(cls, inner.shape, dtype=inner.dtype)
+        assert isinstance(wrapper, _Wrapper)
+        return wrapper
+
+    @classmethod
+    def __torch_dispatch__(cls, function: object, *_: object) -> None:
+        pytest.fail(f"{function} of a tensor that has no numbers")
 
 
 @pytest.mark.parametrize("kind", MEMORYLESS)
@@ -462,10 +481,51 @@ MEMORYLESS = {
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")
 def test_tensors_that_are_no_numbers_in_memory(kind: str, caplog: pytest.LogCaptureFixture) -> None:
     tensors = {"a": torch.eye(2), "b": MEMORYLESS[kind]()}
-    wanted = "not on the meta device" if kind == "meta" else r"to_dense\(\)|dequantize\(\)"
+    wanted = r"not on the meta device|to_dense\(\)|dequantize\(\)|the plain tensor in it"
     with pytest.raises(AdapterError, match=rf"tensors\['b'\] is .*{wanted}"):
         make().load("m", tensors=tensors, config={"seed": 5})
     assert not caplog.records
+
+
+def test_tensors_amid_a_transform_of_functions() -> None:
+    plain = torch.eye(2)
+
+    def load(tensor: torch.Tensor) -> torch.Tensor:
+        with pytest.raises(AdapterError, match=r"tensors\['b'\] is .*the plain tensor in it"):
+            make().load("m", tensors={"a": plain, "b": tensor}, config={"seed": 5})
+        return tensor.sum()
+
+    torch.vmap(load)(torch.ones(2, 3))
+    torch.func.grad(load)(torch.ones(3))
+
+
+def test_a_view_with_the_negative_bit_is_read_as_its_numbers() -> None:
+    negative = torch._neg_view(torch.tensor([[1.0, -2.0]]))
+    checked = adapter_tensors({"a": negative}, {}).checked()["a"]
+    assert not checked.is_neg()
+    assert checked.numpy().tolist() == [[-1.0, 2.0]]
+
+
+@pytest.mark.parametrize("value", [None, np.ones(2), [1.0]])
+def test_a_value_that_is_no_tensor_is_named(value: object) -> None:
+    tensors = {"first": torch.ones(1), "second": value}
+    with pytest.raises(AdapterError, match=r"^tensors\['second'\] is of type \w+: give a torch"):
+        make().load("m", tensors=tensors, config={"seed": 5})
+    with pytest.raises(AdapterError, match=r"^tensors has the key 3, of type int: use names"):
+        make().load("m", tensors={"a": torch.ones(1), 3: torch.ones(1)}, config={"seed": 5})
+
+
+def test_switches_of_a_load_are_booleans(tmp_path: Path) -> None:
+    manager, place = make(), folder(tmp_path, "a", 1)
+    for name in ("pinned", "load_inplace"):
+        for call in (manager.load, manager.register):
+            for value in ("yes", 1, None):
+                with pytest.raises(AdapterError, match=rf"^{name}={value!r}: use True or False"):
+                    call("a", place, **{name: value})  # type: ignore[operator]
+    manager.load("a", place)
+    for seconds in ("1", True, [1]):
+        with pytest.raises(AdapterError, match=r"drain_seconds=.*: give seconds"):
+            manager.unload("a", drain_seconds=seconds)  # type: ignore[arg-type]
 
 
 def test_prefetch_brings_what_will_be_asked_for_and_evicts_nothing_wanted(tmp_path: Path) -> None:

@@ -115,7 +115,9 @@ def test_one_fault_has_one_status_at_every_moment(
     assert streamed(server, name)[0] == GONE[0]
     copy(tmp_path, name)  # mended, and not loaded again
     assert text(server, name) == chat(server, name) == (*GONE, message)
-    assert server.get(f"/v1/models/{name}").status_code == 404  # no request may use it
+    for model in (name, f"vexpert-demo:{name}"):
+        assert told(server.get(f"/v1/models/{model}")) == (*GONE, message)
+    assert name not in [each["id"] for each in server.get("/v1/models").json()["data"]]
     register(server, folder, load_inplace=True)
     assert text(server, name)[:2] == chat(server, name)[:2] == FINE
     assert state(server, name)[0] in ("host", "device")

@@ -9,12 +9,14 @@ from typing import Any
 import pytest
 from helpers_server import FakeEngine, RunningServer, right_answer
 
+from vexpert.engine.detokenizer import Detokenizer
 from vexpert.engine.outputs import Logprob
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.server.deltas import merge
 from vexpert.server.events import EventWriter, event
 from vexpert.server.generation import Generation, Job
 from vexpert.server.pause import Pause
+from vexpert.server.places import Places
 from vexpert.server.progress import OBJECT_BYTES, Delta, EngineFailedError, Update
 from vexpert.server.prompts import Prompt
 from vexpert.server.protocol.chat import ChatCompletionRequest
@@ -45,8 +47,11 @@ def formatter(kind: str, **fields: Any) -> Any:
     job = Job("id", prompts, [SamplingParams()] * 2, None, True)
 
     class Decoder:
-        def decode(self, token_ids: list[int]) -> str:
+        def decode(self, token_ids: list[int], **options: Any) -> str:
             return "?" * len(token_ids)
+
+        def places(self, skip_special_tokens: bool, start: int = 0) -> Places:
+            return Places(Detokenizer(self, skip_special_tokens), start)
 
     return CompletionFormatter(body, job, Decoder())  # type: ignore[arg-type]
 

@@ -130,6 +130,27 @@ def test_a_wrong_choice_is_told(many: RunningServer, query: str) -> None:
     assert answer.json()["error"]["param"].startswith(query.partition("=")[0])
 
 
+@pytest.mark.parametrize(
+    ("path", "param", "told"),
+    [
+        ("/v1/models?foo=1", "foo", "unknown parameter 'foo': use limit, after, name"),
+        ("/v1/models?state=device", "state", "'state': it is one of /v1/adapters; use limit"),
+        ("/v1/adapters?stat=device", "stat", "'stat'; did you mean 'state'?"),
+        ("/v1/models?limit=1&limit=2", "limit", "limit: given 2 times"),
+        ("/v1/adapters?name=a&state=host&name=b", "name", "name: given 2 times"),
+        ("/v1/models?%FF=1", None, "unknown parameter"),
+    ],
+)
+def test_a_parameter_that_would_say_nothing_is_refused(
+    many: RunningServer, path: str, param: str | None, told: str
+) -> None:
+    answer = many.get(path)
+    assert answer.status_code == 400
+    error = answer.json()["error"]
+    assert told in error["message"]
+    assert param in (None, error["param"])
+
+
 def test_a_key_for_few_gets_few(engine: FakeEngine, many: RunningServer) -> None:
     looks(engine)
     few = {"Authorization": "Bearer few"}

@@ -138,11 +138,18 @@ def _items(action: argparse.Action, value: Any) -> list[Any]:
     lora-modules may be a mapping: `name: path`, or `name: {path: ..., pinned: ...}`.
     """
     if isinstance(value, dict) and action.dest == "lora_modules":
-        return [
-            {"name": name, **given} if isinstance(given, dict) else f"{name}={given}"
-            for name, given in value.items()
-        ]
+        return [_named_module(name, given) for name, given in value.items()]
     return value if isinstance(value, list) else [value]
+
+
+def _named_module(name: Any, given: Any) -> Any:
+    """An entry of lora-modules from `name: path`, or `name: {...}`. Raises ValueError."""
+    if isinstance(given, dict):
+        return {"name": name, **given}
+    if isinstance(given, Word) and not given.is_null:
+        return f"{name}={given}"
+    what = "has a list" if isinstance(given, list) else "is null, which is no value"
+    raise ValueError(f"{_plain(name)!r} {what}: give its path, or leave it out")
 
 
 def _one(action: argparse.Action, value: Any) -> Any:

@@ -11,7 +11,13 @@ REPLACEMENT = "\ufffd"
 WRITTEN = (REPLACEMENT, "\u00ef\u00bf\u00bd", "<0xEF><0xBF><0xBD>")
 
 
-class Tokenizer(Protocol):
+class Decoder(Protocol):
+    """What makes text of tokens."""
+
+    def decode(self, token_ids: list[int], **options: Any) -> Any: ...
+
+
+class Tokenizer(Decoder, Protocol):
     """What the engine uses of a transformers tokenizer."""
 
     def encode(self, text: str, **options: Any) -> list[int]: ...
@@ -26,7 +32,7 @@ PLAIN = {
 }
 
 
-def find_decode(tokenizer: Tokenizer, skip_special_tokens: bool) -> Callable[[list[int]], str]:
+def find_decode(tokenizer: Decoder, skip_special_tokens: bool) -> Callable[[list[int]], str]:
     """`tokenizer.decode`, without the Python around the compiled one if that adds nothing.
 
     What surrounds it takes longer than the work itself.
@@ -50,7 +56,7 @@ class Detokenizer:
     One that the model wrote itself is a character as any other.
     """
 
-    def __init__(self, tokenizer: Tokenizer, skip_special_tokens: bool) -> None:
+    def __init__(self, tokenizer: Decoder, skip_special_tokens: bool) -> None:
         self._decode = find_decode(tokenizer, skip_special_tokens)
         self._pieces_of = getattr(tokenizer, "convert_ids_to_tokens", None)
         self._window: list[int] = []

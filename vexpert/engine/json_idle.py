@@ -2,13 +2,19 @@
 
 from typing import Any
 
+from vexpert.engine.json_parts import ANNOTATIONS
+
 LENGTHS = ("minLength", "maxLength")
+COUNTS = (*LENGTHS, "minItems", "maxItems", "minProperties", "maxProperties")
+OF_NAMES = {*LENGTHS, "pattern", "format"}
 CLOSING = ("properties", "patternProperties", "propertyNames")
 
 
 def plain(part: dict[str, Any]) -> dict[str, Any]:
-    """A copy that allows the same values; the schemas inside stay as they are."""
+    """A copy that allows the same values; the schemas inside stay, but for what names are."""
     copy = {name: value for name, value in part.items() if not _is_idle(name, value)}
+    _whole_counts(copy)
+    _say_names_are_strings(copy)
     _name_required(copy)
     _filter_values(copy)
     return copy
@@ -16,6 +22,21 @@ def plain(part: dict[str, Any]) -> dict[str, Any]:
 
 def _is_idle(name: str, value: Any) -> bool:
     return name.startswith("x-") or (name == "nullable" and value is False)
+
+
+def _whole_counts(copy: dict[str, Any]) -> None:
+    """To JSON Schema, 1.0 is an integer."""
+    for name in COUNTS:
+        value = copy.get(name)
+        if isinstance(value, float) and value.is_integer():
+            copy[name] = int(value)
+
+
+def _say_names_are_strings(copy: dict[str, Any]) -> None:
+    """Names of properties are of one type, whether a schema says it or not."""
+    names = copy.get("propertyNames")
+    if isinstance(names, dict) and names.keys() - ANNOTATIONS <= OF_NAMES:
+        copy["propertyNames"] = {"type": "string", **names}
 
 
 def _name_required(copy: dict[str, Any]) -> None:

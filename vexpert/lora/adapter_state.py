@@ -7,14 +7,8 @@ import torch
 
 from vexpert.errors import AdapterGoneError
 from vexpert.lora.chat_template import ChatTemplate, shared
+from vexpert.lora.info import with_remedy
 from vexpert.lora.source import Fingerprint, HostCopy
-
-
-def with_remedy(error: str) -> str:
-    """Why a version cannot serve, and what to do; `error` may say that itself."""
-    if "load it again" in error:
-        return error
-    return f"{error}; once that is mended, load it again with load_inplace"
 
 
 class State(enum.Enum):

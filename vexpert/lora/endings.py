@@ -3,9 +3,25 @@
 import time
 from collections.abc import Callable
 
+from vexpert.config import shown
+from vexpert.errors import AdapterError
 from vexpert.lora.adapter_state import State
 from vexpert.lora.adapter_version import Version
 from vexpert.lora.types import AdapterRef
+
+FOREVER = float("inf")
+
+
+def check_seconds(drain_seconds: object) -> None:
+    """AdapterError for what is neither None nor a time that ends."""
+    match drain_seconds:
+        case None:
+            return
+        case bool():
+            pass
+        case int() | float() if 0 <= drain_seconds < FOREVER:
+            return
+    raise AdapterError(f"drain_seconds={shown(drain_seconds)}: give seconds, 0 or more")
 
 
 class Endings:

@@ -9,6 +9,13 @@ SHOWN_NAMES = 20  # in a message; more are counted
 EXAMINED_FOR_NAMES = 200  # names that are examined for it, of thousands
 
 
+def with_remedy(error: str) -> str:
+    """Why a version cannot serve, and what to do; `error` may say that itself."""
+    if "load it again" in error:
+        return error
+    return f"{error}; once that is mended, load it again with load_inplace"
+
+
 @dataclass(frozen=True)
 class AdapterInfo:
     """What users may see of an adapter."""

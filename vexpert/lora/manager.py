@@ -18,14 +18,22 @@ from vexpert.config import EngineConfig
 from vexpert.errors import AdapterError, AdapterGoneError, AdapterNotFoundError
 from vexpert.log import get_logger
 from vexpert.lora.adapter_name import check_name
-from vexpert.lora.adapter_state import State, with_remedy
+from vexpert.lora.adapter_state import State
 from vexpert.lora.adapter_version import Version, check_newest
 from vexpert.lora.adapter_versions import Versions
 from vexpert.lora.chat_template import ChatTemplate
-from vexpert.lora.endings import Endings
+from vexpert.lora.endings import Endings, check_seconds
 from vexpert.lora.eviction import check_owners, is_in_use
 from vexpert.lora.formats.full import BaseWeight
-from vexpert.lora.source import AdapterLoader, AdapterReader, Source, check_path, make_source
+from vexpert.lora.info import with_remedy
+from vexpert.lora.source import (
+    AdapterLoader,
+    AdapterReader,
+    Source,
+    check_path,
+    check_switches,
+    make_source,
+)
 from vexpert.lora.tiers import make_tiers
 from vexpert.lora.types import (
     AdapterInfo,
@@ -39,8 +47,6 @@ from vexpert.lora.types import (
 from vexpert.lora.watcher import Watcher, watch
 
 logger = get_logger(__name__)
-
-FOREVER = float("inf")
 
 
 class AdapterManager:
@@ -105,6 +111,7 @@ class AdapterManager:
         Raises AdapterError and changes nothing when it is refused.
         """
         check_name(name, self._reserved)
+        check_switches(load_inplace=load_inplace, pinned=pinned)
         source = make_source(path, tensors, config, lora_B_layout)
         with self._lock:
             version = self._versions.begin_load(name, source, load_inplace, pinned)
@@ -142,6 +149,8 @@ class AdapterManager:
         and its bytes if they are free when they are known; else it waits for them.
         """
         check_name(name, self._reserved)
+        check_switches(load_inplace=load_inplace, pinned=pinned)
+        check_switches(load_inplace=load_inplace, pinned=pinned)
         source = Source(check_path(path), lora_B_layout)
         with self._lock:
             version = self._versions.begin_load(name, source, load_inplace, pinned)
@@ -160,8 +169,7 @@ class AdapterManager:
 
         Requests that still run after `drain_seconds` are ended with an error; None: they finish.
         """
-        if drain_seconds is not None and not 0 <= drain_seconds < FOREVER:
-            raise AdapterError(f"drain_seconds={drain_seconds}: give seconds, 0 or more")
+        check_seconds(drain_seconds)
         with self._lock:
             version = self._versions.newest(name)
             if drain_seconds is not None and version.life.holds:

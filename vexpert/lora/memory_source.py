@@ -26,7 +26,9 @@ class AdapterTensors:
     def checked(self) -> Tensors:
         """The tensors on the host, held to what a file's tensors are held to."""
         check_tensors(str(self), self.tensors)
-        return {key: x.detach().to("cpu").contiguous() for key, x in self.tensors.items()}
+        plain = {key: x.detach().to("cpu") for key, x in self.tensors.items()}
+        # The negative bit of a view is nowhere but in PyTorch.
+        return {key: x.resolve_neg().contiguous() for key, x in plain.items()}
 
 
 def adapter_tensors(tensors: Any, config: Any) -> AdapterTensors:
@@ -34,11 +36,10 @@ def adapter_tensors(tensors: Any, config: Any) -> AdapterTensors:
 
     `config`: the fields of adapter_config.json, or an object with `to_dict`, such as PEFT's.
     """
-    if not isinstance(tensors, Mapping) or not all(
-        isinstance(key, str) and isinstance(value, torch.Tensor) for key, value in tensors.items()
-    ):
+    if not isinstance(tensors, Mapping):
         raise AdapterError(f"tensors={shown(tensors)}: give a dict of name: torch.Tensor")
     for key, tensor in tensors.items():
+        _check_kind(key, tensor)
         _check_dense(key, tensor)
     fields = config.to_dict() if hasattr(config, "to_dict") else config
     if not isinstance(fields, Mapping):
@@ -50,6 +51,18 @@ def adapter_tensors(tensors: Any, config: Any) -> AdapterTensors:
     return AdapterTensors(_plain(fields), dict(tensors))
 
 
+def _check_kind(key: Any, tensor: Any) -> None:
+    """AdapterError for an entry that is not name: torch.Tensor."""
+    if not isinstance(key, str):
+        raise AdapterError(
+            f"tensors has the key {shown(key)}, of type {type(key).__name__}: use names, as in "
+            "adapter_model.safetensors"
+        )
+    if not isinstance(tensor, torch.Tensor):
+        kind = type(tensor).__name__
+        raise AdapterError(f"tensors[{shown(key)}] is of type {kind}: give a torch.Tensor")
+
+
 def _check_dense(key: str, tensor: torch.Tensor) -> None:
     """AdapterError for a tensor that does not lie in memory as plain numbers."""
     if tensor.device.type == "meta":
@@ -59,9 +72,23 @@ def _check_dense(key: str, tensor: torch.Tensor) -> None:
     elif tensor.is_nested or tensor.layout is not torch.strided:
         layout = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")
         kind, remedy = f"a tensor of layout {layout}", "give its to_dense(), or padded rows"
+    elif not _has_memory(tensor):
+        name = type(tensor).__name__
+        kind = f"a {name} without memory of its own"
+        remedy = "give the plain tensor in it, outside of vmap, grad and fake modes"
     else:
         return
     raise AdapterError(f"tensors[{shown(key)}] is {kind}, with no plain numbers: {remedy}")
+
+
+def _has_memory(tensor: torch.Tensor) -> bool:
+    """False for tensors that stand for others: fake ones, wrappers, those amid a transform."""
+    try:
+        storage = tensor.untyped_storage()
+        # In this order: a fake tensor's storage warns when it is asked for its place.
+        return storage.device == tensor.device and (storage.data_ptr() != 0 or not tensor.numel())
+    except (RuntimeError, NotImplementedError):  # "Cannot access storage of ..."
+        return False
 
 
 def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:

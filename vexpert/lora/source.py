@@ -96,6 +96,13 @@ def make_source(path: Any, tensors: Any, config: Any, layout: str | None) -> Sou
     return Source(adapter_tensors(tensors, config), layout)
 
 
+def check_switches(**given: object) -> None:
+    """AdapterError for one that is no bool: the word "no" would be as good as True."""
+    for name, value in given.items():
+        if not isinstance(value, bool):
+            raise AdapterError(f"{name}={shown(value)}: use True or False")
+
+
 def observe(path: Path) -> Fingerprint:
     """`fingerprint`, with an AdapterError when the files cannot be looked at."""
     try:

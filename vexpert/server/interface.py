@@ -25,8 +25,8 @@ class Tokenizer(Protocol):
     def encode(self, text: Any, *, add_special_tokens: bool = True) -> Any:
         """Token ids of `text`."""
 
-    def decode(self, token_ids: Any) -> Any:
-        """Text of `token_ids`."""
+    def decode(self, token_ids: Any, **options: Any) -> Any:
+        """Text of `token_ids`, with `skip_special_tokens` or without."""
 
 
 class AdapterListing(Protocol):

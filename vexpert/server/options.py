@@ -6,7 +6,8 @@ Fields with a group are options of `vexpert serve` (vexpert/cli/serve_options.py
 from dataclasses import dataclass, field
 from typing import Any
 
-from vexpert.config import COUNT, COUNT_OR_NONE, check_options, option
+from vexpert.config import COUNT, COUNT_OR_NONE, check_options, option, shown
+from vexpert.errors import ConfigError
 from vexpert.server.keys import check_keys, read_keys
 
 INTERVAL = (1e-3, 1e9)
@@ -125,6 +126,7 @@ class ServerOptions:
         """Raises ConfigError for what says nothing, and for keys that anybody has."""
         check_options(self)
         check_keys((*self.api_keys, *self.restricted_keys))
+        _check_once(self.served_model_names)
 
     @property
     def time_limit(self) -> float | None:
@@ -141,3 +143,10 @@ class ServerOptions:
         in_file = {} if self.api_key_file is None else read_keys(self.api_key_file)
         limited = self.restricted_keys | {key: names for key, names in in_file.items() if names}
         return limited | dict.fromkeys([*(in_file.keys() - limited.keys()), *self.api_keys])
+
+
+def _check_once(names: tuple[str, ...]) -> None:
+    """Raise ConfigError for a name that is given twice: lists would show it twice."""
+    for name in names:
+        if names.count(name) > 1:
+            raise ConfigError(f"served_model_name={shown(name)} is given twice; keep one")

@@ -5,11 +5,13 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol, TypeVar
 
+from vexpert.engine.detokenizer import Detokenizer
 from vexpert.engine.template_errors import TEMPLATE_ERRORS
 from vexpert.errors import RequestError
 from vexpert.lora.chat_template import ChatTemplate
 from vexpert.server.daemon_pool import DaemonPool
 from vexpert.server.interface import EngineFacts, Tokenizer
+from vexpert.server.places import Places
 from vexpert.server.protocol.message import Message
 from vexpert.server.renderer import Renderer
 from vexpert.server.structure import excess
@@ -25,9 +27,7 @@ class Prompt:
 
     text: str | None
     token_ids: Sequence[int]
-    starts: tuple[int, ...] | None = (
-        None  # where each token begins in `text`, if that was asked and is known
-    )
+    starts: tuple[int, ...] | None = None  # where each token begins in the text, if asked
 
 
 class Conversation(Protocol):
@@ -165,20 +165,20 @@ class PromptBuilder:
             return made
         return [replace(each, starts=self._starts(each, add_special_tokens)) for each in made]
 
-    def _starts(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...] | None:
-        """Where the tokens begin; None where only their own texts can tell."""
+    def _starts(self, prompt: Prompt, add_special_tokens: bool) -> tuple[int, ...]:
+        """Where the tokens begin."""
         backend = getattr(self._tokenizer, "backend_tokenizer", None)
-        if prompt.text is None or backend is None:
-            return None
-        # Of a batch: for that alone others may run meanwhile.
-        [encoding] = backend.encode_batch([prompt.text], add_special_tokens=add_special_tokens)
-        if encoding.ids != prompt.token_ids:
-            return None
-        starts, place = [], 0
-        for start, end in encoding.offsets:  # (0, 0): a token of no text
-            starts.append(max(place, start))
-            place = max(place, end)
-        return tuple(starts)
+        if prompt.text is not None and backend is not None:
+            # Of a batch: for that alone others may run meanwhile.
+            [encoding] = backend.encode_batch([prompt.text], add_special_tokens=add_special_tokens)
+            if encoding.ids == prompt.token_ids:
+                return _monotone(encoding.offsets)
+        places = self.places(skip_special_tokens=False).append(prompt.token_ids)
+        return tuple(places if prompt.text is None else (min(p, len(prompt.text)) for p in places))
+
+    def places(self, skip_special_tokens: bool, start: int = 0) -> Places:
+        """Where tokens of a text begin that goes on at `start`."""
+        return Places(Detokenizer(self._tokenizer, skip_special_tokens), start)
 
     def _encode(self, text: str, add_special_tokens: bool, param: str) -> list[int]:
         try:
@@ -216,6 +216,15 @@ class PromptBuilder:
 
     def decode(self, token_ids: Sequence[int]) -> str:
         return str(self._tokenizer.decode(token_ids))
+
+
+def _monotone(spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
+    """The starts of tokens; one of no text, (0, 0), begins where the next could."""
+    starts, place = list[int](), 0
+    for start, end in spans:
+        starts.append(max(start, starts[-1] if starts else 0) if end > start else place)
+        place = max(place, end)
+    return tuple(starts)
 
 
 def _messages(body: Conversation) -> list[dict[str, Any]]:

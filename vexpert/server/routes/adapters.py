@@ -3,7 +3,7 @@
 from enum import StrEnum
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
@@ -13,6 +13,7 @@ from vexpert.lora.info import UNUSABLE, USABLE
 from vexpert.server.errors import ApiError
 from vexpert.server.listing import Page, Wanted, fill
 from vexpert.server.protocol.adapter import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
+from vexpert.server.query import PAGE, STATE, only
 from vexpert.server.routes.models import After, Limit, Part
 from vexpert.server.service import allowed_models, service_of
 
@@ -24,7 +25,11 @@ State = StrEnum("State", [(state, state) for state in (*USABLE, *UNUSABLE)])  # 
 States = Annotated[list[State], Query(description="wanted ones; may be repeated")]
 
 
-@router.get("/v1/adapters", response_model=dict[str, Any])
+@router.get(
+    "/v1/adapters",
+    response_model=dict[str, Any],
+    dependencies=[Depends(only(*PAGE, STATE))],
+)
 async def list_adapters(
     request: Request,
     limit: Limit = None,

@@ -1,7 +1,6 @@
 """POST /v1/completions."""
 
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
 from typing import Any, cast
 
 from fastapi import APIRouter
@@ -14,6 +13,7 @@ from vexpert.server.answer import Head, answer, new_id
 from vexpert.server.events import Json
 from vexpert.server.generation import Job
 from vexpert.server.logprobs import completion_logprobs, prompt_logprobs
+from vexpert.server.places import Places
 from vexpert.server.progress import Delta, Update
 from vexpert.server.prompts import Prompt, PromptBuilder, output_room
 from vexpert.server.protocol.completion import DEFAULT_MAX_TOKENS, CompletionRequest
@@ -80,8 +80,10 @@ class CompletionFormatter:
         self._echo = bool(body.echo)
         self._prompts = job.prompts
         self._decode = prompts.decode
+        self._skips = job.params[0].skip_special_tokens
+        self._new_places = prompts.places
         self._begun: set[int] = set()  # choices
-        self._ends: dict[int, int] = {}  # where the text of each choice's next token begins
+        self._places: dict[int, Places] = {}  # of choices
 
     def whole(self, updates: dict[int, Update]) -> Json:
         choices = [
@@ -138,21 +140,15 @@ class CompletionFormatter:
             self._decode([token]) if row is None else cast(LogprobRow, row)[token].decoded_token
             for token, row in zip(tokens, rows, strict=True)
         ]
-        offsets = [
-            *(self._prompt_offsets(i, texts[: len(prompt)]) if prompt else ()),
-            *self._offsets(i, delta, texts[len(prompt) :]),
-        ]
+        starts = self._prompts[i].starts if prompt else ()
+        assert starts is not None, "not asked for"
+        offsets = [*starts, *self._offsets(i, delta)]
         return completion_logprobs(tokens, rows, texts, self._count, offsets)
 
-    def _prompt_offsets(self, i: int, texts: list[str]) -> tuple[int, ...]:
-        starts = self._prompts[i].starts
-        return tuple(accumulate(map(len, texts[:-1]), initial=0)) if starts is None else starts
-
-    def _offsets(self, i: int, delta: Delta, texts: list[str]) -> list[int]:
+    def _offsets(self, i: int, delta: Delta) -> list[int]:
         """Of new tokens; what of their text is held back for a stop string counts."""
         index = i * self._n + delta.index
-        place = self._ends.get(index)
-        if place is None:
-            place = len(self._prompt_text(i)) if self._echo else 0
-        *offsets, self._ends[index] = accumulate(map(len, texts), initial=place)
-        return offsets
+        if index not in self._places:
+            start = len(self._prompt_text(i)) if self._echo else 0
+            self._places[index] = self._new_places(self._skips, start)
+        return self._places[index].append(delta.token_ids)

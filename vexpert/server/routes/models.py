@@ -2,12 +2,14 @@
 
 from typing import Annotated, Any
 
-from fastapi import APIRouter, Query
+from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import Response
 
-from vexpert.lora.info import UNUSABLE, USABLE
+from vexpert.errors import AdapterGoneError
+from vexpert.lora.info import UNUSABLE, USABLE, with_remedy
 from vexpert.server.listing import Page, Wanted, fill
+from vexpert.server.query import PAGE, only
 from vexpert.server.service import Service, allowed_models, service_of
 
 router = APIRouter()
@@ -31,7 +33,7 @@ def _entry(service: Service, name: str, path: str | None = None) -> dict[str, An
     }
 
 
-@router.get("/v1/models", response_model=dict[str, Any])
+@router.get("/v1/models", response_model=dict[str, Any], dependencies=[Depends(only(*PAGE))])
 async def list_models(
     request: Request, limit: Limit = None, after: After = None, name: Part = ""
 ) -> Response:
@@ -52,7 +54,7 @@ async def list_models(
 
 @router.get("/v1/models/{model:path}")
 async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
-    """One of them, an adapter also as BASE:ADAPTER; 404 if nobody has this name."""
+    """One of them, an adapter also as BASE:ADAPTER; else what a request of this name gets."""
     service = service_of(request)
     allowed, adapter = allowed_models(request), service.adapter_of(model)
     if allowed is None or (adapter or model) in allowed:
@@ -61,4 +63,6 @@ async def retrieve_model(model: str, request: Request) -> dict[str, Any]:
         for info in await service.engine.adapters_named([adapter]):
             if info.state not in UNUSABLE:
                 return _entry(service, model, info.path)
+            if info.state == "errored" and info.error is not None:
+                raise AdapterGoneError(with_remedy(info.error))
     raise await service.unknown_model(request, model)
