@@ -5,6 +5,8 @@ import logging
 import resource
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -14,10 +16,12 @@ from helpers_wait import wait_for
 from test_server_shutdown import drained, end
 
 from vexpert.errors import ConfigError
-from vexpert.server import acceptor
+from vexpert.server import acceptor, connections
 from vexpert.server.listen import RESERVED_FILES, most_connections
 
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+SLOW = request_bytes({"prompt": "x" * 10**6})[:1000]
+SHORT = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 3}
 LONG = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 200, "stream": True}
 
 
@@ -131,3 +135,91 @@ def test_the_number_follows_the_limit_of_open_files(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (RESERVED_FILES, 1000))
     with pytest.raises(ConfigError, match="ulimit -n"):
         most_connections(None)
+
+
+def test_half_bodies_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a byte of them comes now and then."""
+    monkeypatch.setattr(connections, "BODY_SECONDS", 1.0)
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            slow = [stack.enter_context(connect(url)) for _ in range(4)]
+            for each in slow:
+                each.sendall(SLOW)
+
+            def is_answered() -> bool:
+                for each in slow:
+                    with contextlib.suppress(ConnectionError):  # it was told to go
+                        each.sendall(b" ")
+                return httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
+
+            wait_for(is_answered)
+        end()
+
+    assert drained(make_fake_engine(), 5.0, work, max_connections=4, write_timeout=1) == 0
+
+
+def test_a_half_body_in_a_full_house_gets_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_SECONDS", 1.0)
+
+    def work(url: str) -> None:
+        with connect(url) as slow:
+            slow.sendall(request_bytes(SHORT)[:-20])
+            wait_for(lambda: httpx.get(f"{url}/v1/models", timeout=60).status_code == 200)
+            answer = b""
+            while piece := slow.recv(1 << 16):
+                answer += piece
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b"\r\nconnection: close" in head.lower()
+        assert b'"too_many_connections"' in body
+        end()
+
+    assert drained(make_fake_engine(), 5.0, work, max_connections=1, write_timeout=1) == 0
+
+
+def test_beside_free_places_a_slow_body_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.5)
+    waited = 0.0
+    look_at_body = connections.Connections._look_at_body
+
+    def watched(self: connections.Connections, protocol: Any, look: Any) -> None:
+        nonlocal waited
+        look_at_body(self, protocol, look)
+        waited = max(waited, look.body_seconds)
+
+    monkeypatch.setattr(connections.Connections, "_look_at_body", watched)
+
+    def work(url: str) -> None:
+        with connect(url) as slow:
+            slow.sendall(request_bytes(SHORT)[:-20])
+            wait_for(lambda: waited > 2 * connections.BODY_SECONDS)
+            assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
+            slow.sendall(request_bytes(SHORT)[-20:])
+            assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        end()
+
+    assert drained(make_fake_engine(), 5.0, work, max_connections=4, write_timeout=1) == 0
+
+
+def test_the_pace_of_a_body() -> None:
+    """What came fast before is no credit; what the server does not read yet is not the client's."""
+    looking = connections.Connections([], 4.0)  # a look a second
+    cycle = SimpleNamespace(more_body=True, response_started=False, response_complete=False)
+    flow = SimpleNamespace(read_paused=False)
+    protocol: Any = SimpleNamespace(cycle=cycle, flow=flow, received=0)
+    look = connections._Look(cycle=cycle)
+    for sent, seconds in ((2**20, 0.0), (0, 1.0), (2**14 - 1, 2.0), (1, 0.0), (1, 1.0)):
+        protocol.received += sent
+        looking._look_at_body(protocol, look)
+        assert look.body_seconds == seconds
+    for _ in range(3):
+        assert looking._waited(protocol, look) == 0.0
+        looking._look_at_body(protocol, look)
+    assert looking._waited(protocol, look) == 4.0
+    cycle.response_started = True
+    assert looking._waited(protocol, look) == 0.0
+    cycle.response_started = False
+    flow.read_paused = True
+    looking._look_at_body(protocol, look)
+    assert look.body_seconds == 0.0

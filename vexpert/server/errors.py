@@ -115,6 +115,8 @@ def error_response(error: Exception) -> JSONResponse:
     told = api_error(error)
     body = error_object(told.message, told.status, told.param, told.code)
     headers = {"WWW-Authenticate": "Bearer"} if told.status == 401 else {}
+    if told.status == 408:  # more of the request may come: it is not waited for
+        headers["Connection"] = "close"
     if isinstance(error, HTTPException):
         headers |= dict(error.headers or {})
     if told.retry_after is not None:
