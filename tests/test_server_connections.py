@@ -3,6 +3,7 @@
 import contextlib
 import logging
 import resource
+import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
@@ -16,7 +17,7 @@ from helpers_wait import wait_for
 from test_server_shutdown import drained, end
 
 from vexpert.errors import ConfigError
-from vexpert.server import acceptor, connections
+from vexpert.server import acceptor, connections, scrape
 from vexpert.server.listen import RESERVED_FILES, most_connections
 
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\n"
@@ -38,7 +39,7 @@ def test_half_open_connections_make_room(caplog: pytest.LogCaptureFixture) -> No
     answered: list[float] = []
 
     def work(url: str) -> None:
-        with half_open(url, 60) as many:
+        with half_open(url, 100) as many:
             begun = time.monotonic()
             for _ in range(3):
                 assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
@@ -52,7 +53,7 @@ def test_half_open_connections_make_room(caplog: pytest.LogCaptureFixture) -> No
     assert len([each for each in caplog.records if "max_connections" in each.message]) == 1
 
 
-def test_beside_running_requests_only_probes_are_answered() -> None:
+def test_beside_running_requests_only_probes_and_metrics_are_answered() -> None:
     engine = make_fake_engine()
     engine.step_seconds = 0.1
 
@@ -63,7 +64,8 @@ def test_beside_running_requests_only_probes_are_answered() -> None:
                 each.sendall(request_bytes(LONG))
             wait_for(lambda: len(engine.requests) == 4)
             with httpx.Client(base_url=url, timeout=60) as client:
-                for path, status in (("/health", 200), ("/ready", 200), ("/v1/models", 503)):
+                paths = ("/health", "/ready", "/metrics", "/v1/models")
+                for path, status in zip(paths, (200, 200, 200, 503), strict=True):
                     answer = client.get(path)
                     assert answer.status_code == status
                     assert answer.headers["connection"] == "close"
@@ -223,3 +225,104 @@ def test_the_pace_of_a_body() -> None:
     flow.read_paused = True
     looking._look_at_body(protocol, look)
     assert look.body_seconds == 0.0
+
+
+def test_scrapes_hold_few_of_the_extra_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the engine answers none of them: probes have the others."""
+    monkeypatch.setattr(scrape, "SECONDS", 60.0)
+    engine = make_fake_engine()
+    held, stats = threading.Event(), engine.stats
+
+    def late_stats() -> Any:
+        assert held.wait(60)
+        return stats()
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running = stack.enter_context(connect(url))
+            running.sendall(request_bytes(LONG))
+            wait_for(lambda: len(engine.requests) == 1)
+            monkeypatch.setattr(engine, "stats", late_stats)
+            scraping = [stack.enter_context(connect(url)) for _ in range(acceptor.MOST_SCRAPING)]
+            for each in scraping:
+                each.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = httpx.get(f"{url}/metrics", timeout=60)
+            assert answer.json()["error"]["code"] == "too_many_connections"
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            held.set()
+            for each in scraping:
+                assert each.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            wait_for(lambda: httpx.get(f"{url}/metrics", timeout=60).status_code == 200)
+        end()
+
+    engine.held_at = 3
+    assert drained(engine, 5.0, work, max_connections=1) == 0
+
+
+def test_a_short_wait_in_a_full_house_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that are answered while others wait for a place are closed."""
+    monkeypatch.setattr(acceptor, "WAIT_SECONDS", 60.0)
+    engine = make_fake_engine()
+    engine.held_at = 3
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running, waiting = (stack.enter_context(connect(url)) for _ in range(2))
+            running.sendall(request_bytes(SHORT | {"max_tokens": 9}))
+            wait_for(lambda: len(engine.requests) == 1)
+            waiting.sendall(request_bytes(SHORT))
+            wait_for(lambda: any(each._waiting for each in acceptors))
+            engine.held_at = None
+            first = running.recv(1 << 16)
+            assert first.startswith(b"HTTP/1.1 200 ")
+            assert b"\r\nconnection: close" in first.lower()
+            second = waiting.recv(1 << 16)
+            assert second.startswith(b"HTTP/1.1 200 ")
+            assert b"\r\nconnection: close" not in second.lower()
+            waiting.sendall(request_bytes(SHORT))  # the place is its own now
+            assert waiting.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        end()
+
+    acceptors = watch_acceptors(monkeypatch)
+    assert drained(engine, 5.0, work, max_connections=1) == 0
+
+
+def test_few_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are refused at once, and so are probes answered."""
+    monkeypatch.setattr(acceptor, "WAIT_SECONDS", 3600.0)
+    engine = make_fake_engine()
+    engine.held_at = 3
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running = stack.enter_context(connect(url))
+            running.sendall(request_bytes(LONG))
+            wait_for(lambda: len(engine.requests) == 1)
+            waiting = [stack.enter_context(connect(url)) for _ in range(acceptor.MOST_WAITING)]
+            for each in waiting:
+                each.sendall(request_bytes(SHORT))
+            wait_for(lambda: any(each._waiting == len(waiting) for each in acceptors))
+            assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 503
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            for each in waiting[1:]:
+                each.close()
+            wait_for(lambda: any(each._waiting == 1 for each in acceptors))
+            engine.held_at = None
+            assert waiting[0].recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        end()
+
+    acceptors = watch_acceptors(monkeypatch)
+    assert drained(engine, 5.0, work, max_connections=1) == 0
+
+
+def watch_acceptors(monkeypatch: pytest.MonkeyPatch) -> list[acceptor.Acceptor]:
+    """Those that run from now on."""
+    found: list[acceptor.Acceptor] = []
+    run = acceptor.Acceptor.run
+
+    async def watched(self: acceptor.Acceptor) -> None:
+        found.append(self)
+        await run(self)
+
+    monkeypatch.setattr(acceptor.Acceptor, "run", watched)
+    return found
