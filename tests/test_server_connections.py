@@ -1,10 +1,15 @@
 """More connections than there is room for: the limit of open files is never met."""
 
 import contextlib
+import http.client
 import logging
 import resource
+import socket
+import threading
 import time
 from collections.abc import Iterator
+from types import SimpleNamespace
+from typing import Any
 
 import httpx
 import pytest
@@ -14,10 +19,12 @@ from helpers_wait import wait_for
 from test_server_shutdown import drained, end
 
 from vexpert.errors import ConfigError
-from vexpert.server import acceptor
+from vexpert.server import acceptor, connections, scrape
 from vexpert.server.listen import RESERVED_FILES, most_connections
 
 HALF = b"GET /health HTTP/1.1\r\nHost: x\r\n"
+SLOW = request_bytes({"prompt": "x" * 10**6})[:1000]
+SHORT = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 3}
 LONG = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 200, "stream": True}
 
 
@@ -34,7 +41,7 @@ def test_half_open_connections_make_room(caplog: pytest.LogCaptureFixture) -> No
     answered: list[float] = []
 
     def work(url: str) -> None:
-        with half_open(url, 60) as many:
+        with half_open(url, 100) as many:
             begun = time.monotonic()
             for _ in range(3):
                 assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
@@ -48,7 +55,7 @@ def test_half_open_connections_make_room(caplog: pytest.LogCaptureFixture) -> No
     assert len([each for each in caplog.records if "max_connections" in each.message]) == 1
 
 
-def test_beside_running_requests_only_probes_are_answered() -> None:
+def test_beside_running_requests_only_probes_and_metrics_are_answered() -> None:
     engine = make_fake_engine()
     engine.step_seconds = 0.1
 
@@ -59,7 +66,8 @@ def test_beside_running_requests_only_probes_are_answered() -> None:
                 each.sendall(request_bytes(LONG))
             wait_for(lambda: len(engine.requests) == 4)
             with httpx.Client(base_url=url, timeout=60) as client:
-                for path, status in (("/health", 200), ("/ready", 200), ("/v1/models", 503)):
+                paths = ("/health", "/ready", "/metrics", "/v1/models")
+                for path, status in zip(paths, (200, 200, 200, 503), strict=True):
                     answer = client.get(path)
                     assert answer.status_code == status
                     assert answer.headers["connection"] == "close"
@@ -131,3 +139,197 @@ def test_the_number_follows_the_limit_of_open_files(monkeypatch: pytest.MonkeyPa
     monkeypatch.setattr(resource, "getrlimit", lambda kind: (RESERVED_FILES, 1000))
     with pytest.raises(ConfigError, match="ulimit -n"):
         most_connections(None)
+
+
+def test_half_bodies_make_room(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though a byte of them comes now and then."""
+    monkeypatch.setattr(connections, "BODY_SECONDS", 1.0)
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            slow = [stack.enter_context(connect(url)) for _ in range(4)]
+            for each in slow:
+                each.sendall(SLOW)
+
+            def is_answered() -> bool:
+                for each in slow:
+                    with contextlib.suppress(ConnectionError):  # it was told to go
+                        each.sendall(b" ")
+                return httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
+
+            wait_for(is_answered)
+        end()
+
+    assert drained(make_fake_engine(), 5.0, work, max_connections=4, write_timeout=1) == 0
+
+
+def test_a_half_body_in_a_full_house_gets_408(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_SECONDS", 1.0)
+
+    def work(url: str) -> None:
+        with connect(url) as slow:
+            slow.sendall(request_bytes(SHORT)[:-20])
+            wait_for(lambda: httpx.get(f"{url}/v1/models", timeout=60).status_code == 200)
+            answer = b""
+            while piece := slow.recv(1 << 16):
+                answer += piece
+        head, _, body = answer.partition(b"\r\n\r\n")
+        assert head.startswith(b"HTTP/1.1 408 ")
+        assert b"\r\nconnection: close" in head.lower()
+        assert b'"too_many_connections"' in body
+        end()
+
+    assert drained(make_fake_engine(), 5.0, work, max_connections=1, write_timeout=1) == 0
+
+
+def test_beside_free_places_a_slow_body_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_SECONDS", 0.5)
+    waited = 0.0
+    look_at_body = connections.Connections._look_at_body
+
+    def watched(self: connections.Connections, protocol: Any, look: Any) -> None:
+        nonlocal waited
+        look_at_body(self, protocol, look)
+        waited = max(waited, look.body_seconds)
+
+    monkeypatch.setattr(connections.Connections, "_look_at_body", watched)
+
+    def work(url: str) -> None:
+        with connect(url) as slow:
+            slow.sendall(request_bytes(SHORT)[:-20])
+            wait_for(lambda: waited > 2 * connections.BODY_SECONDS)
+            assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
+            slow.sendall(request_bytes(SHORT)[-20:])
+            assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        end()
+
+    assert drained(make_fake_engine(), 5.0, work, max_connections=4, write_timeout=1) == 0
+
+
+def test_the_pace_of_a_body() -> None:
+    """What came fast before is no credit; what the server does not read yet is not the client's."""
+    looking = connections.Connections([], 4.0)  # a look a second
+    cycle = SimpleNamespace(more_body=True, response_started=False, response_complete=False)
+    flow = SimpleNamespace(read_paused=False)
+    protocol: Any = SimpleNamespace(cycle=cycle, flow=flow, received=0)
+    look = connections._Look(cycle=cycle)
+    for sent, seconds in ((2**20, 0.0), (0, 1.0), (2**14 - 1, 2.0), (1, 0.0), (1, 1.0)):
+        protocol.received += sent
+        looking._look_at_body(protocol, look)
+        assert look.body_seconds == seconds
+    for _ in range(3):
+        assert looking._waited(protocol, look) == 0.0
+        looking._look_at_body(protocol, look)
+    assert looking._waited(protocol, look) == 4.0
+    cycle.response_started = True
+    assert looking._waited(protocol, look) == 0.0
+    cycle.response_started = False
+    flow.read_paused = True
+    looking._look_at_body(protocol, look)
+    assert look.body_seconds == 0.0
+
+
+def test_scrapes_hold_few_of_the_extra_places(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Though the engine answers none of them: probes have the others."""
+    monkeypatch.setattr(scrape, "SECONDS", 60.0)
+    engine = make_fake_engine()
+    held, stats = threading.Event(), engine.stats
+
+    def late_stats() -> Any:
+        assert held.wait(60)
+        return stats()
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running = stack.enter_context(connect(url))
+            running.sendall(request_bytes(LONG))
+            wait_for(lambda: len(engine.requests) == 1)
+            monkeypatch.setattr(engine, "stats", late_stats)
+            scraping = [stack.enter_context(connect(url)) for _ in range(acceptor.MOST_SCRAPING)]
+            for each in scraping:
+                each.sendall(b"GET /metrics HTTP/1.1\r\nHost: x\r\n\r\n")
+            answer = httpx.get(f"{url}/metrics", timeout=60)
+            assert answer.json()["error"]["code"] == "too_many_connections"
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            held.set()
+            for each in scraping:
+                assert each.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+            wait_for(lambda: httpx.get(f"{url}/metrics", timeout=60).status_code == 200)
+        end()
+
+    engine.held_at = 3
+    assert drained(engine, 5.0, work, max_connections=1) == 0
+
+
+def test_a_short_wait_in_a_full_house_is_no_refusal(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Connections that are answered while others wait for a place are closed."""
+    monkeypatch.setattr(acceptor, "WAIT_SECONDS", 60.0)
+    engine = make_fake_engine()
+    engine.held_at = 3
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running, waiting = (stack.enter_context(connect(url)) for _ in range(2))
+            running.sendall(request_bytes(SHORT | {"max_tokens": 9}))
+            wait_for(lambda: len(engine.requests) == 1)
+            waiting.sendall(request_bytes(SHORT))
+            wait_for(lambda: any(each._waiting for each in acceptors))
+            engine.held_at = None
+            assert answered(running).getheader("connection") == "close"
+            assert answered(waiting).getheader("connection") is None
+            waiting.sendall(request_bytes(SHORT))  # the place is its own now
+            answered(waiting)
+        end()
+
+    acceptors = watch_acceptors(monkeypatch)
+    assert drained(engine, 5.0, work, max_connections=1) == 0
+
+
+def test_few_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The others are refused at once, and so are probes answered."""
+    monkeypatch.setattr(acceptor, "WAIT_SECONDS", 3600.0)
+    engine = make_fake_engine()
+    engine.held_at = 3
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running = stack.enter_context(connect(url))
+            running.sendall(request_bytes(LONG))
+            wait_for(lambda: len(engine.requests) == 1)
+            waiting = [stack.enter_context(connect(url)) for _ in range(acceptor.MOST_WAITING)]
+            for each in waiting:
+                each.sendall(request_bytes(SHORT))
+            wait_for(lambda: any(each._waiting == len(waiting) for each in acceptors))
+            assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 503
+            assert httpx.get(f"{url}/health", timeout=60).status_code == 200
+            for each in waiting[1:]:
+                each.close()
+            wait_for(lambda: any(each._waiting == 1 for each in acceptors))
+            engine.held_at = None
+            assert waiting[0].recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        end()
+
+    acceptors = watch_acceptors(monkeypatch)
+    assert drained(engine, 5.0, work, max_connections=1) == 0
+
+
+def answered(sock: socket.socket) -> http.client.HTTPResponse:
+    """One whole answer, which is 200."""
+    response = http.client.HTTPResponse(sock)
+    response.begin()
+    assert response.status == 200
+    response.read()
+    return response
+
+
+def watch_acceptors(monkeypatch: pytest.MonkeyPatch) -> list[acceptor.Acceptor]:
+    """Those that run from now on."""
+    found: list[acceptor.Acceptor] = []
+    run = acceptor.Acceptor.run
+
+    async def watched(self: acceptor.Acceptor) -> None:
+        found.append(self)
+        await run(self)
+
+    monkeypatch.setattr(acceptor.Acceptor, "run", watched)
+    return found

@@ -2,15 +2,19 @@
 
 import asyncio
 import json
+import logging
 from collections.abc import AsyncGenerator
 from typing import Any
 
 import pytest
+from helpers_engine_thread import EngineThread
 from helpers_raw_http import connect, request_bytes
-from helpers_server import BASE, FakeEngine, RunningServer
+from helpers_server import BASE, FakeEngine, RunningServer, make_fake_engine
 from helpers_wait import wait_for
 
+from vexpert.server.app import create_app
 from vexpert.server.disconnect import EventStream
+from vexpert.server.middleware import OPEN_PATHS
 
 pytest_plugins = ["helpers_server_fixtures"]
 CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
@@ -49,6 +53,25 @@ def test_leaving_before_a_whole_answer_aborts(
         wait_for(lambda: len(fake.requests) == 1)
     wait_for(lambda: not fake.requests)
     assert len(fake.aborted) == 1
+
+
+def test_leaving_amid_the_body_is_no_error(
+    fake_server: RunningServer, caplog: pytest.LogCaptureFixture
+) -> None:
+    """On every route that reads one, whatever says where the body ends: one line of the log."""
+    app = create_app(EngineThread(make_fake_engine()))
+    posts = [path for path, item in app.openapi()["paths"].items() if "post" in item]
+    assert {CHAT, TEXT, "/tokenize", "/v1/load_lora_adapter"} <= set(posts) - set(OPEN_PATHS)
+    halves = (b"Content-Length: 100\r\n\r\n{", b"Transfer-Encoding: chunked\r\n\r\n1\r\n{\r\n")
+    with caplog.at_level(logging.INFO, "vexpert.access"):
+        for path in posts:
+            for half in halves:
+                head = f"POST {path} HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\n"
+                with connect(fake_server.url) as client:
+                    client.sendall(head.encode() + half)
+        wait_for(lambda: sum(r.name == "vexpert.access" for r in caplog.records) == 2 * len(posts))
+    assert {r.fields["status"] for r in caplog.records if r.name == "vexpert.access"} == {499}
+    assert [r.getMessage() for r in caplog.records if r.levelno > logging.INFO] == []
 
 
 def test_leaving_aborts_every_prompt_of_a_request(

@@ -1,4 +1,4 @@
-"""Connections that nobody uses: clients that read nothing, or never finish a request's head."""
+"""Connections that nobody uses: clients that read nothing, or never finish what they send."""
 
 import asyncio
 import socket
@@ -11,11 +11,26 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vexpert.log import get_logger
 from vexpert.lora.info import ListedNames
+from vexpert.server.deadlines import UNANSWERED, Unanswered
+from vexpert.server.errors import ApiError
 
 logger = get_logger(__name__)
 HEAD_SECONDS = 30.0  # from the first look at a connection, or the last answer, to a request's head
+BODY_SECONDS = 4.0  # for each BODY_BYTES of a body, where connections run out
+BODY_BYTES = 2**14
 SHOWN = 5
 NO_LINGERING = struct.pack("ii", 1, 0)
+
+
+class CountingProtocol(H11Protocol):
+    """uvicorn's protocol, which also counts what its client sends."""
+
+    received = 0  # bytes
+
+    def data_received(self, data: bytes) -> None:
+        """Called by the transport."""
+        self.received += len(data)
+        super().data_received(data)
 
 
 @dataclass
@@ -26,6 +41,8 @@ class _Look:
     unread_seconds: float = 0.0
     cycle: Any = "not seen"  # uvicorn's object of one request and its answer, or None
     headless_seconds: float = 0.0
+    received: int = 0  # bytes, when `body_seconds` were none
+    body_seconds: float = 0.0
 
 
 class Connections:
@@ -36,16 +53,17 @@ class Connections:
         self._protocols = protocols
         self._write_timeout = write_timeout
         self._interval = min(1.0, write_timeout / 4)
-        self._looks: dict[H11Protocol, _Look] = {}
+        self._looks: dict[CountingProtocol, _Look] = {}
 
     async def watch(self) -> None:
         """Until it is cancelled. Time is counted in looks: a stop of the process is no time."""
         while True:
             await asyncio.sleep(self._interval)
-            present = [each for each in self._protocols if isinstance(each, H11Protocol)]
+            present = [each for each in self._protocols if isinstance(each, CountingProtocol)]
             self._looks = {each: self._looks.get(each) or _Look() for each in present}
             _abort([p for p, look in self._looks.items() if self._has_stalled(p, look)])
             for protocol, look in self._looks.items():
+                self._look_at_body(protocol, look)  # before the head: it compares the cycle, too
                 if self._has_no_head(protocol, look):
                     _reset(protocol)
 
@@ -53,18 +71,32 @@ class Connections:
         """Close the connections that wait for a request longest, `most` of them; whether any do.
 
         One that came since the look before the last one does not count: its request is on its way.
+        One whose body comes slowly does, and gets 408.
         """
-        waited = self._interval * 1.5  # one look may be at the very start
         found = [
-            (look.headless_seconds, protocol)
+            (waited, protocol)
             for protocol, look in self._looks.items()
-            if look.headless_seconds > waited and not protocol.transport.is_closing()
-            if protocol.cycle is look.cycle and (look.cycle is None or look.cycle.response_complete)
+            if (waited := self._waited(protocol, look)) and not protocol.transport.is_closing()
         ]
         found.sort(key=lambda pair: -pair[0])
         for _, protocol in found[:most]:
-            _reset(protocol)
+            if self._looks[protocol].headless_seconds:
+                _reset(protocol)
+            else:
+                self._looks[protocol].body_seconds = 0.0  # it ends: no room for another
+                _refuse_body(protocol)
         return bool(found)
+
+    def _waited(self, protocol: CountingProtocol, look: _Look) -> float:
+        """Seconds that its client has sent nothing of use; 0: it may be about to."""
+        cycle = protocol.cycle
+        if cycle is not look.cycle:
+            return 0.0
+        if cycle is None or cycle.response_complete:
+            # One look may be at the very start.
+            return look.headless_seconds if look.headless_seconds > self._interval * 1.5 else 0.0
+        is_in_body = cycle.more_body and not cycle.response_started
+        return look.body_seconds if is_in_body and look.body_seconds >= BODY_SECONDS else 0.0
 
     def abort_all(self) -> None:
         """Close every connection now, whatever its client has not read."""
@@ -82,6 +114,15 @@ class Connections:
             look.unread_seconds = 0.0
         return look.unread_seconds >= self._write_timeout
 
+    def _look_at_body(self, protocol: CountingProtocol, look: _Look) -> None:
+        cycle = protocol.cycle
+        is_same = cycle is not None and cycle is look.cycle and not protocol.flow.read_paused
+        is_waited_for = is_same and cycle.more_body and not cycle.response_started
+        if is_waited_for and protocol.received - look.received < BODY_BYTES:
+            look.body_seconds += self._interval
+        else:
+            look.received, look.body_seconds = protocol.received, 0.0
+
     def _has_no_head(self, protocol: H11Protocol, look: _Look) -> bool:
         cycle = protocol.cycle
         waits = cycle is None or cycle.response_complete
@@ -97,6 +138,14 @@ def _reset(protocol: Any) -> None:
     if sock is not None and not protocol.transport.is_closing():
         sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, NO_LINGERING)
     protocol.transport.abort()
+
+
+def _refuse_body(protocol: CountingProtocol) -> None:
+    """Answer 408 in place of what waits for the rest of a request; the connection is closed."""
+    request = protocol.scope.get(UNANSWERED)
+    if isinstance(request, Unanswered):
+        late = "the body comes too slowly while the server has as many connections as it may have"
+        request.end(ApiError(f"{late}; try again later", 408, code="too_many_connections"))
 
 
 def _abort(stalled: list[H11Protocol]) -> None:

@@ -19,6 +19,7 @@ UNLIMITED = (
     *("/v1/load_lora_adapter", "/v1/unload_lora_adapter"),  # as long as it takes
     "/metrics",  # has a limit of its own, and an answer then
 )
+UNANSWERED = "vexpert_unanswered"  # in the scope: the request's Unanswered
 ENDS = "vexpert_ends"  # in the scope: the event loop's time at which the request ends, or None
 
 
@@ -49,7 +50,7 @@ class DeadlineMiddleware:
             await self.app(scope, receive, send)
             return
         limit = asyncio.timeout_at(self._end(scope))
-        request = Unanswered(limit, RequestTimeoutError(self.seconds))
+        request = scope[UNANSWERED] = Unanswered(limit, RequestTimeoutError(self.seconds))
 
         async def watched(message: Message) -> None:
             self.service.unanswered.discard(request)

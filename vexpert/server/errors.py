@@ -6,6 +6,8 @@ from fastapi import FastAPI, Request
 from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse
 from starlette.exceptions import HTTPException
+from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 
 from vexpert.config import cut
 from vexpert.errors import (
@@ -113,6 +115,8 @@ def error_response(error: Exception) -> JSONResponse:
     told = api_error(error)
     body = error_object(told.message, told.status, told.param, told.code)
     headers = {"WWW-Authenticate": "Bearer"} if told.status == 401 else {}
+    if told.status == 408:  # more of the request may come: it is not waited for
+        headers["Connection"] = "close"
     if isinstance(error, HTTPException):
         headers |= dict(error.headers or {})
     if told.retry_after is not None:
@@ -124,7 +128,7 @@ async def _refuse(request: Request, error: Exception) -> JSONResponse:
     return error_response(error)
 
 
-async def _refuse_http(request: Request, error: Exception) -> JSONResponse:
+async def _refuse_http(request: Request, error: Exception) -> Response:
     """Starlette's own refusals: of a path or a method that no route has, in more words."""
     assert isinstance(error, HTTPException)
     method, path = request.method, cut(request.url.path, MOST_PATH)
@@ -134,6 +138,8 @@ async def _refuse_http(request: Request, error: Exception) -> JSONResponse:
         allowed = (error.headers or {}).get("Allow", "")
         detail = no_such_method(method, path, allowed)
         return error_response(HTTPException(405, detail, error.headers))
+    if isinstance(error.__cause__, ClientDisconnect):  # amid the body
+        return Response(status_code=499)  # nobody reads it
     if error.status_code == 400 and error.__cause__ is not None:  # of the parser: all was read
         told = explain_unreadable(error.__cause__, await request.body())
         return error_response(error if told is None else ApiError(told, 400))

@@ -16,7 +16,7 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vexpert.log import get_logger
 from vexpert.server.acceptor import Acceptor
-from vexpert.server.connections import Connections
+from vexpert.server.connections import Connections, CountingProtocol
 from vexpert.server.listen import most_connections
 from vexpert.server.service import Service
 
@@ -67,7 +67,7 @@ class Server(uvicorn.Server):
 
     def _acceptor(self, bound: socket.socket) -> Acceptor:
         def make() -> H11Protocol:
-            return H11Protocol(self.config, self.server_state, self.lifespan.state)
+            return CountingProtocol(self.config, self.server_state, self.lifespan.state)
 
         present = self.server_state.connections
         return Acceptor(bound, make, present, self._connections, self._most_connections)
