@@ -18,7 +18,6 @@ CALLED = {
     "_on_call": "messages of the engine's loop",
     "connection_made": "asyncio",
     "connection_lost": "asyncio",
-    "data_received": "asyncio",
     "get_mask_sizes": "transformers' cache",
     "get_query_offset": "transformers' cache",
     "get_seq_length": "transformers' cache",
