@@ -8,7 +8,7 @@ of the row's own adapter. A wrong block, slot, position or a stale entry changes
 import dataclasses
 import itertools
 import threading
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,6 +18,7 @@ import torch
 from vexpert.config import EngineConfig
 from vexpert.engine.capture import Capturer
 from vexpert.engine.engine import Engine
+from vexpert.engine.llm import LLM
 from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError, AdapterNotFoundError
@@ -406,3 +407,12 @@ def run_one(
 def greedy(max_tokens: int = 8, **options: Any) -> SamplingParams:
     options = {"temperature": 0.0, "ignore_eos": True, **options}
     return SamplingParams(max_tokens=max_tokens, **options)
+
+
+def llm_left_idle() -> Iterator[LLM]:
+    """For a fixture: an LLM of the fake parts, in which the test must leave nothing behind."""
+    llm = LLM.from_engine(make_engine())
+    yield llm
+    assert not llm.engine.has_unfinished()
+    llm.engine.check_integrity()
+    manager_of(llm.engine).check_idle()

@@ -117,6 +117,13 @@ def test_options_reach_the_server(start: Start, tmp_path: Path) -> None:
     assert [line["status"] for line in lines if line.get("path") == "/v1/models"] == [200]
 
 
+def refuse_before_the_model(monkeypatch: pytest.MonkeyPatch, words: list[str]) -> None:
+    """`vexpert serve` with `words` ends with 2, and no model is loaded."""
+    monkeypatch.setattr(serve, "engine_process", lambda *_: pytest.fail("the model is loaded"))
+    monkeypatch.setattr(serve, "set_up_logging", lambda *_: None)
+    assert main(["serve", "--port", "0", *words]) == 2
+
+
 @pytest.mark.parametrize(
     ("words", "told"),
     [
@@ -135,9 +142,7 @@ def test_bad_options_end_the_boot(
     words: list[str],
     told: str,
 ) -> None:
-    monkeypatch.setattr(serve, "engine_process", lambda *_: pytest.fail("the model is loaded"))
-    monkeypatch.setattr(serve, "set_up_logging", lambda *_: None)
-    assert main(["serve", "--port", "0", *words]) == 2
+    refuse_before_the_model(monkeypatch, words)
     assert told in capsys.readouterr().err
 
 
@@ -205,9 +210,7 @@ def test_a_lora_dir_is_checked_before_the_model_loads(
     words: list[str],
     told: str,
 ) -> None:
-    monkeypatch.setattr(serve, "engine_process", lambda *_: pytest.fail("the model is loaded"))
-    monkeypatch.setattr(serve, "set_up_logging", lambda *_: None)
-    assert main(["serve", "--port", "0", *words]) == 2
+    refuse_before_the_model(monkeypatch, words)
     shown = capsys.readouterr()
     assert shown.err.startswith(f"error: {told}")
     assert (shown.out, shown.err.count("\n")) == ("", 1)

@@ -5,7 +5,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from helpers_engine import greedy, make_engine, manager_of
+from helpers_engine import greedy, llm_left_idle
 
 from vexpert.demo import adapter_paths
 from vexpert.engine.llm import LLM
@@ -16,11 +16,7 @@ SURROGATE = "a\ud800b"
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    llm = LLM.from_engine(make_engine())
-    yield llm
-    assert not llm.engine.has_unfinished()
-    llm.engine.check_integrity()
-    manager_of(llm.engine).check_idle()
+    yield from llm_left_idle()
 
 
 @pytest.mark.parametrize(

@@ -3,7 +3,7 @@
 from collections.abc import Iterator
 
 import pytest
-from helpers_engine import FakeTokenizer, greedy, make_engine, manager_of, run_one
+from helpers_engine import FakeTokenizer, greedy, llm_left_idle, make_engine, run_one
 from transformers.utils import logging
 
 from vexpert.engine.llm import LLM
@@ -13,11 +13,7 @@ from vexpert.errors import AdapterNotFoundError, ConfigError, RequestError
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    llm = LLM.from_engine(make_engine())
-    yield llm
-    assert not llm.engine.has_unfinished()
-    llm.engine.check_integrity()
-    manager_of(llm.engine).check_idle()
+    yield from llm_left_idle()
 
 
 def test_one_prompt_gives_a_list_of_one(llm: LLM) -> None:

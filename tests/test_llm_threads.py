@@ -6,7 +6,7 @@ import time
 from collections.abc import Callable, Iterator
 
 import pytest
-from helpers_engine import greedy, make_engine, manager_of
+from helpers_engine import greedy, llm_left_idle
 from helpers_wait import wait_for
 
 from vexpert.demo import adapter_paths
@@ -19,11 +19,7 @@ WORDS = ("hello", "planet", "window")
 
 @pytest.fixture
 def llm() -> Iterator[LLM]:
-    llm = LLM.from_engine(make_engine())
-    yield llm
-    assert not llm.engine.has_unfinished()
-    llm.engine.check_integrity()
-    manager_of(llm.engine).check_idle()
+    yield from llm_left_idle()
 
 
 def run_all(calls: list[Callable[[], object]]) -> list[object]:
