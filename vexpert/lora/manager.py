@@ -176,6 +176,15 @@ class AdapterManager:
                 self._endings.end_after(version, drain_seconds)
             self._retire(version, is_replaced=False)
 
+    def unload_version(self, ref: AdapterRef) -> bool:
+        """`unload` for `ref` alone: False, and nothing, if its name means another one by now."""
+        with self._lock:
+            version = self._versions.find(ref.name)
+            if version is None or version.ref != ref:
+                return False
+            self._retire(version, is_replaced=False)
+            return True
+
     def is_loading(self, name: str) -> bool:
         """Whether somebody loads or registers `name` just now."""
         with self._lock:
