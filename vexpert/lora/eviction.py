@@ -273,7 +273,7 @@ def may_leave_host(version: Version) -> bool:
 
 def may_wait_for_host(version: Version) -> bool:
     """Whether a read may wait until others leave: somebody wants it."""
-    return version.life.holds > 0 or version.is_pinned
+    return version.life.holds > 0 or (version.is_pinned and not version.life.is_retired)
 
 
 def is_in_use(version: Version, device: DevicePolicy) -> bool:
