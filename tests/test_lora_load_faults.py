@@ -187,3 +187,24 @@ def test_an_unloaded_pinned_adapter_waits_for_no_host_memory(
     assert [info.name for info in manager.list()] == ["a"]
     manager.drop(refs["a"])
     manager.check_integrity()
+
+
+def test_a_served_adapter_waits_for_replaced_tensors_to_leave(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A trainer's versions, of which the one before still has requests, cost no other adapter."""
+    monkeypatch.setattr("vexpert.lora.host_tier.RECHECK", 0.01)
+    manager = make(lora_host_memory=2 * adapter_bytes())
+    refs = register(manager, tmp_path, "a")
+    manager.load("m", tensors={"x": torch.ones(1)}, config={"seed": 5})
+    old = manager.hold_newest("m")
+    manager.load("m", tensors={"x": torch.ones(1)}, config={"seed": 6}, load_inplace=True)
+    manager.hold(refs["a"])
+    time.sleep(0.05)
+    assert states(manager)["a", refs["a"].version] == "loading"
+    with pytest.raises(AdapterError, match="under adapters loaded from tensors"):
+        manager.load("b", folder(tmp_path, "b", 2))  # whoever steps the engine may be waiting
+    manager.drop(old)
+    assert_slot_is(manager, acquire(manager, refs["a"]), 0)
+    finish(manager, refs["a"])
+    manager.check_integrity()

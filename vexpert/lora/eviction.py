@@ -228,9 +228,13 @@ class HostPolicy:
         """
         return not self.files or self.fits(self.files + nbytes)
 
-    def lasting_bytes(self) -> int:
-        """Bytes of what no file could give back."""
-        return sum(v.life.host_bytes for v in self._copies if v.source.folder is None)
+    def lasting_bytes(self, but_leaving: bool) -> int:
+        """Bytes of what no file could give back; `but_leaving`: nor leaves with its requests."""
+        return sum(
+            version.life.host_bytes
+            for version in self._copies
+            if version.source.folder is None and not (but_leaving and version.life.is_retired)
+        )
 
     def victims(self, nbytes: int) -> list[Version]:
         """Copies to drop so that `nbytes` fit beside files that are being read.

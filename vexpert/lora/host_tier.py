@@ -139,7 +139,7 @@ class HostTier:
         def book(nbytes: int) -> None:
             nonlocal held
             with self.changed:
-                self._check_budget(held + nbytes, " while its files are read")
+                self._check_budget(version, held + nbytes, " while its files are read")
                 self._make_room(nbytes)
                 while not held and not self.policy.may_read(nbytes):
                     self._wait_for_room(version)
@@ -159,7 +159,7 @@ class HostTier:
         nbytes = elements * dtype.itemsize
         with self.changed:
             self._check_size(version, nbytes)
-            self._check_budget(nbytes)
+            self._check_budget(version, nbytes)
             while not self._make_room(nbytes):
                 self._wait_for_room(version)
             self.policy.book(nbytes)
@@ -180,9 +180,13 @@ class HostTier:
             raise AdapterError("host memory is full of adapters in use; load it again")
         self.changed.wait(RECHECK)
 
-    def _check_budget(self, nbytes: int, when: str = "") -> None:
-        """Raise AdapterError if `nbytes` never fit beside what no file could give back."""
-        kept, budget = self.policy.lasting_bytes(), self.policy.budget
+    def _check_budget(self, version: Version, nbytes: int, when: str = "") -> None:
+        """Raise AdapterError if `nbytes` never fit beside what no file could give back.
+
+        A load, which may come from who steps the engine, does not wait for others' requests either.
+        """
+        kept = self.policy.lasting_bytes(but_leaving=version.life.is_served)
+        budget = self.policy.budget
         if nbytes + kept > budget:
             rest = f", {kept} of them under adapters loaded from tensors" if kept else ""
             raise AdapterError(

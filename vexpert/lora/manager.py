@@ -365,6 +365,7 @@ class AdapterManager:
         former = self._versions.find(name)
         if former is not None:
             self._retire(former, is_replaced=True)
+        version.life.is_served = True
         self._versions.add(version)
         self._use(version)
         if version.is_pinned:
