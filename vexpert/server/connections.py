@@ -13,6 +13,7 @@ from vexpert.log import get_logger
 from vexpert.lora.info import ListedNames
 from vexpert.server.deadlines import UNANSWERED, Unanswered
 from vexpert.server.errors import ApiError
+from vexpert.server.http_protocol import CountingProtocol
 
 logger = get_logger(__name__)
 HEAD_SECONDS = 30.0  # from the first look at a connection, or the last answer, to a request's head
@@ -20,17 +21,6 @@ BODY_SECONDS = 4.0  # for each BODY_BYTES of a body, where connections run out
 BODY_BYTES = 2**14
 SHOWN = 5
 NO_LINGERING = struct.pack("ii", 1, 0)
-
-
-class CountingProtocol(H11Protocol):
-    """uvicorn's protocol, which also counts what its client sends."""
-
-    received = 0  # bytes
-
-    def data_received(self, data: bytes) -> None:
-        """Called by the transport."""
-        self.received += len(data)
-        super().data_received(data)
 
 
 @dataclass

@@ -16,7 +16,8 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vexpert.log import get_logger
 from vexpert.server.acceptor import Acceptor
-from vexpert.server.connections import Connections, CountingProtocol
+from vexpert.server.connections import Connections
+from vexpert.server.http_protocol import CountingProtocol
 from vexpert.server.listen import most_connections
 from vexpert.server.service import Service
 
