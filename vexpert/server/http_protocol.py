@@ -22,6 +22,11 @@ class CountingProtocol(H11Protocol):
         self.received += len(data)
         super().data_received(data)
 
+    @property
+    def has_whole_request(self) -> bool:
+        """Whether the body of the request is there, or as much of it as is taken unread."""
+        return not self.cycle.more_body or bool(self.flow.read_paused)
+
     def send_400_response(self, msg: str) -> None:
         """Called where the parser gives up, which raises meanwhile. The connection is closed.
 
