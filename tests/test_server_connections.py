@@ -13,7 +13,7 @@ from typing import Any, cast
 
 import httpx
 import pytest
-from helpers_raw_http import connect, is_cut, request_bytes
+from helpers_raw_http import connect, is_cut, request_bytes, rest_of
 from helpers_server import BASE, make_fake_engine
 from helpers_wait import wait_for
 from test_server_shutdown import drained, end
@@ -170,9 +170,7 @@ def test_a_half_body_in_a_full_house_gets_408(monkeypatch: pytest.MonkeyPatch) -
         with connect(url) as slow:
             slow.sendall(request_bytes(SHORT)[:-20])
             wait_for(lambda: httpx.get(f"{url}/v1/models", timeout=60).status_code == 200)
-            answer = b""
-            while piece := slow.recv(1 << 16):
-                answer += piece
+            answer = rest_of(slow)
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
         assert b"\r\nconnection: close" in head.lower()
@@ -352,7 +350,7 @@ def test_half_requests_in_a_full_house_get_503(
             for each in halves:
                 each.sendall(SLOW)
             for each in halves:
-                answer = each.recv(1 << 16)
+                answer = rest_of(each)
                 assert answer.startswith(b"HTTP/1.1 503 ")
                 assert b'"too_many_connections"' in answer
             engine.held_at = None
@@ -389,8 +387,7 @@ def test_a_half_body_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -
             slow.sendall(SLOW)
             wait_for(lambda: max(waited) > 0.0)
             end()
-            while piece := slow.recv(1 << 16):
-                told += piece
+            told = rest_of(slow)
 
     assert drained(make_fake_engine(), 20.0, work, write_timeout=1) == 0
     assert told.startswith(b"HTTP/1.1 503 ")

@@ -1,12 +1,11 @@
 """What is no HTTP is refused with an error object, or ends an answer; it is nobody's traceback."""
 
 import logging
-import socket
 from typing import Any
 
 import httpx
 import pytest
-from helpers_raw_http import connect, request_bytes
+from helpers_raw_http import connect, request_bytes, rest_of
 from helpers_server import BASE, make_fake_engine
 from helpers_wait import wait_for
 from test_server_shutdown import drained, end
@@ -18,13 +17,6 @@ LONG = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 200, "st
 
 def head(line: str) -> bytes:
     return f"{line} HTTP/1.1\r\n{CHUNKED}".encode()
-
-
-def rest_of(sock: socket.socket) -> bytes:
-    found = b""
-    while piece := sock.recv(1 << 16):
-        found += piece
-    return found
 
 
 def refusal(answer: bytes) -> dict[str, Any]:

@@ -4,7 +4,7 @@ import sys
 
 import h11
 from starlette.responses import Response
-from uvicorn.protocols.http.h11_impl import H11Protocol
+from uvicorn.protocols.http.h11_impl import STATUS_PHRASES, H11Protocol
 
 from vexpert.config import cut, first_line
 from vexpert.server.errors import ApiError, error_response
@@ -43,7 +43,10 @@ class CountingProtocol(H11Protocol):
         self.transport.close()
 
     def _write(self, response: Response, is_bodiless: bool) -> None:
-        head = h11.Response(status_code=response.status_code, headers=response.raw_headers)
+        code = response.status_code
+        head = h11.Response(
+            status_code=code, headers=response.raw_headers, reason=STATUS_PHRASES[code]
+        )
         body = h11.Data(data=b"" if is_bodiless else bytes(response.body))
         for event in (head, body, h11.EndOfMessage()):
             self.transport.write(self.conn.send(event) or b"")
