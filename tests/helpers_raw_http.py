@@ -23,6 +23,14 @@ def connect(url: str) -> socket.socket:
     return sock
 
 
+def rest_of(sock: socket.socket) -> bytes:
+    """What comes up to the end."""
+    found = b""
+    while piece := sock.recv(1 << 16):
+        found += piece
+    return found
+
+
 def is_cut(sock: socket.socket) -> bool:
     """Read to the end; whether the server broke the connection."""
     try:

@@ -18,6 +18,7 @@ CALLED = {
     "_on_call": "messages of the engine's loop",
     "connection_made": "asyncio",
     "connection_lost": "asyncio",
+    "send_400_response": "uvicorn",
     "get_mask_sizes": "transformers' cache",
     "get_query_offset": "transformers' cache",
     "get_seq_length": "transformers' cache",

@@ -1,15 +1,20 @@
 """One LLM and many threads: calls take turns, adapters come and go, Ctrl-C frees the turn."""
 
+import itertools
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from types import FrameType
+from typing import Any
 
 import pytest
 from helpers_engine import greedy, llm_left_idle
 from helpers_wait import wait_for
 
 from vexpert.demo import adapter_paths
+from vexpert.engine import turns
 from vexpert.engine.llm import LLM
 from vexpert.engine.turns import Turns
 from vexpert.errors import RequestError, UnsupportedError
@@ -158,7 +163,7 @@ def test_ctrl_c_ends_the_wait_for_a_turn(llm: LLM, monkeypatch: pytest.MonkeyPat
     with pytest.raises(KeyboardInterrupt):
         llm.generate("a", greedy(3))
     killer.join(60)
-    assert llm._turns._queue == [first.ident]
+    assert list(llm._turns._queue) == [first.ident]
     held.go.set()
     first.join(60)
     assert llm.generate("a", greedy(3))[0].finished
@@ -199,4 +204,52 @@ def test_turns_are_in_order_of_arrival() -> None:
     for thread in threads:
         thread.join(60)
     assert order == list(range(8))
-    assert turns._queue == []
+    assert not turns._queue
+
+
+def interrupted_at(place: int, call: Callable[[], object]) -> bool:
+    """Call with Ctrl-C before one step of the interpreter in turns.py; whether there is one."""
+    steps = itertools.count()
+
+    def trace(frame: FrameType, event: str, argument: Any) -> Any:
+        if frame.f_code.co_filename != turns.__file__:
+            return None
+        frame.f_trace_opcodes = True
+        if event == "opcode" and next(steps) == place:
+            raise KeyboardInterrupt
+        return trace
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        call()
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.settrace(before)
+    return False
+
+
+def is_interrupted_well(place: int) -> bool:
+    """With a thread behind, that waits, and one that comes later; whether it was interrupted."""
+    queue, others = Turns("a call"), list[threading.Thread]()
+
+    def start() -> None:
+        others.append(threading.Thread(target=queue.run, args=(int,), daemon=True))
+        others[-1].start()
+
+    def call() -> None:
+        start()
+        wait_for(lambda: len(queue._queue) == 2)
+
+    was_interrupted = interrupted_at(place, lambda: queue.run(call))
+    start()
+    for thread in others:
+        thread.join(30)
+        assert not thread.is_alive(), f"a call waits for ever: Ctrl-C before step {place}"
+    return was_interrupted
+
+
+def test_ctrl_c_at_any_moment_keeps_no_turn() -> None:
+    places = itertools.takewhile(is_interrupted_well, itertools.count())
+    assert len(list(places)) > 20

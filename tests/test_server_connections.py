@@ -9,11 +9,11 @@ import threading
 import time
 from collections.abc import Iterator
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import httpx
 import pytest
-from helpers_raw_http import connect, is_cut, request_bytes
+from helpers_raw_http import connect, is_cut, request_bytes, rest_of
 from helpers_server import BASE, make_fake_engine
 from helpers_wait import wait_for
 from test_server_shutdown import drained, end
@@ -170,9 +170,7 @@ def test_a_half_body_in_a_full_house_gets_408(monkeypatch: pytest.MonkeyPatch) -
         with connect(url) as slow:
             slow.sendall(request_bytes(SHORT)[:-20])
             wait_for(lambda: httpx.get(f"{url}/v1/models", timeout=60).status_code == 200)
-            answer = b""
-            while piece := slow.recv(1 << 16):
-                answer += piece
+            answer = rest_of(slow)
         head, _, body = answer.partition(b"\r\n\r\n")
         assert head.startswith(b"HTTP/1.1 408 ")
         assert b"\r\nconnection: close" in head.lower()
@@ -184,20 +182,12 @@ def test_a_half_body_in_a_full_house_gets_408(monkeypatch: pytest.MonkeyPatch) -
 
 def test_beside_free_places_a_slow_body_is_left_alone(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(connections, "BODY_SECONDS", 0.5)
-    waited = 0.0
-    look_at_body = connections.Connections._look_at_body
-
-    def watched(self: connections.Connections, protocol: Any, look: Any) -> None:
-        nonlocal waited
-        look_at_body(self, protocol, look)
-        waited = max(waited, look.body_seconds)
-
-    monkeypatch.setattr(connections.Connections, "_look_at_body", watched)
+    waited = watch_bodies(monkeypatch)
 
     def work(url: str) -> None:
         with connect(url) as slow:
             slow.sendall(request_bytes(SHORT)[:-20])
-            wait_for(lambda: waited > 2 * connections.BODY_SECONDS)
+            wait_for(lambda: max(waited) > 2 * connections.BODY_SECONDS)
             assert httpx.get(f"{url}/v1/models", timeout=60).status_code == 200
             slow.sendall(request_bytes(SHORT)[-20:])
             assert slow.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
@@ -313,6 +303,97 @@ def test_few_wait_for_a_place(monkeypatch: pytest.MonkeyPatch) -> None:
     assert drained(engine, 5.0, work, max_connections=1) == 0
 
 
+def test_half_requests_take_no_place_that_a_whole_one_waits_for(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """Nor one of those to wait at, though they come first."""
+    monkeypatch.setattr(acceptor, "WAIT_SECONDS", 3600.0)
+    monkeypatch.setattr(acceptor, "WHOLE_SECONDS", 3600.0)
+    monkeypatch.setattr(acceptor, "MOST_WAITING", 1)
+    engine = make_fake_engine()
+    engine.held_at = 3
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running, half, whole = (stack.enter_context(connect(url)) for _ in range(3))
+            running.sendall(request_bytes(SHORT | {"max_tokens": 9}))
+            wait_for(lambda: len(engine.requests) == 1)
+            half.sendall(SLOW)
+            wait_for(lambda: any(each._extra for each in acceptors))
+            whole.sendall(request_bytes(SHORT | {"stream": True}))
+            wait_for(lambda: any(each._waiting for each in acceptors))
+            engine.held_at = None
+            answered(running)
+            assert whole.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        end()
+
+    acceptors = watch_acceptors(monkeypatch)
+    assert drained(engine, 5.0, work, max_connections=1) == 0
+
+
+@pytest.mark.parametrize("is_crowded", [False, True])
+def test_half_requests_in_a_full_house_get_503(
+    is_crowded: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Sooner where many are there, whatever else they would be granted."""
+    monkeypatch.setattr(acceptor, "WHOLE_SECONDS", 3600.0 if is_crowded else 0.5)
+    monkeypatch.setattr(acceptor, "SPARE", 4 if is_crowded else 32)
+    engine = make_fake_engine()
+    engine.held_at = 3
+
+    def work(url: str) -> None:
+        with contextlib.ExitStack() as stack:
+            running = stack.enter_context(connect(url))
+            running.sendall(request_bytes(LONG))
+            wait_for(lambda: len(engine.requests) == 1)
+            halves = [stack.enter_context(connect(url)) for _ in range(3)]
+            for each in halves:
+                each.sendall(SLOW)
+            for each in halves:
+                answer = rest_of(each)
+                assert answer.startswith(b"HTTP/1.1 503 ")
+                assert b'"too_many_connections"' in answer
+            engine.held_at = None
+            assert running.recv(1 << 16).startswith(b"HTTP/1.1 200 ")
+        end()
+
+    assert drained(engine, 5.0, work, max_connections=1) == 0
+
+
+def test_as_much_room_is_made_as_is_waited_for() -> None:
+    asked: list[int] = []
+
+    def close_idle(most: int) -> bool:
+        asked.append(most)
+        return True
+
+    looking: Any = SimpleNamespace(close_idle=close_idle)
+    bound, make = cast("Any", None), cast("Any", None)
+    for most in (8, 100):
+        accepting = acceptor.Acceptor(bound, make, (), looking, most)
+        for waiting in (0, 5, 100):
+            accepting._waiting = waiting
+            accepting._make_room()
+    assert asked == [1, 5, 32, 12, 12, 32]
+
+
+def test_a_half_body_does_not_hold_up_the_end(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(connections, "BODY_SECONDS", 1.0)
+    waited, told = watch_bodies(monkeypatch), b""
+
+    def work(url: str) -> None:
+        nonlocal told
+        with connect(url) as slow:
+            slow.sendall(SLOW)
+            wait_for(lambda: max(waited) > 0.0)
+            end()
+            told = rest_of(slow)
+
+    assert drained(make_fake_engine(), 20.0, work, write_timeout=1) == 0
+    assert told.startswith(b"HTTP/1.1 503 ")
+    assert b"too slowly" in told
+
+
 def answered(sock: socket.socket) -> http.client.HTTPResponse:
     """One whole answer, which is 200."""
     response = http.client.HTTPResponse(sock)
@@ -320,6 +401,19 @@ def answered(sock: socket.socket) -> http.client.HTTPResponse:
     assert response.status == 200
     response.read()
     return response
+
+
+def watch_bodies(monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """For how many seconds a body came slowly, at each look from now on; the first one is 0."""
+    found = [0.0]
+    look_at_body = connections.Connections._look_at_body
+
+    def watched(self: connections.Connections, protocol: Any, look: Any) -> None:
+        look_at_body(self, protocol, look)
+        found.append(look.body_seconds)
+
+    monkeypatch.setattr(connections.Connections, "_look_at_body", watched)
+    return found
 
 
 def watch_acceptors(monkeypatch: pytest.MonkeyPatch) -> list[acceptor.Acceptor]:

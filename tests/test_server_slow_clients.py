@@ -134,7 +134,7 @@ def test_a_head_of_any_size_is_refused() -> None:
             head = b"GET /health HTTP/1.1\r\nHost: x\r\nX-Large: " + b"x" * 10**5
             with contextlib.suppress(ConnectionError):  # refused before all of it was sent
                 large.sendall(head)
-            assert large.recv(100).startswith(b"HTTP/1.1 400 ")
+            assert large.recv(100).startswith(b"HTTP/1.1 431 ")
         end()
 
     assert drained(make_fake_engine(), 5.0, work) == 0

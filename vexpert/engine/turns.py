@@ -2,6 +2,7 @@
 
 import threading
 from collections.abc import Callable
+from queue import SimpleQueue
 from typing import TypeVar
 
 from vexpert.errors import UnsupportedError
@@ -13,13 +14,15 @@ class Turns:
     """One call at a time, in the order in which the threads came.
 
     A plain lock keeps no order: a thread that calls in a loop would hold up all others for long.
+    No lock guards the queue, whose changes are single steps of the interpreter: Ctrl-C between a
+    lock's taking and the block that gives it back would keep it for ever.
     """
 
     def __init__(self, what: str) -> None:
         """`what` is called; for the message of a call within a call."""
         self._what = what
-        self._changed = threading.Condition()
-        self._queue: list[int] = []  # threads by ident; the first one has its turn
+        # Threads by ident, each with what tells it to look again; the first one has its turn.
+        self._queue: dict[int, SimpleQueue[None]] = {}
 
     def run(self, call: Callable[[], T]) -> T:
         """`call()` once it is this thread's turn.
@@ -33,13 +36,20 @@ class Turns:
                 f"{self._what} was called within {self._what}, on the same thread (from a signal"
                 " handler, a log handler or a destructor?): call it once the first has returned"
             )
+        told = SimpleQueue[None]()
         try:
-            with self._changed:
-                self._queue.append(me)
-                self._changed.wait_for(lambda: self._queue[0] == me)
-            return call()
-        finally:
-            with self._changed:
-                if me in self._queue:  # else Ctrl-C came first
-                    self._queue.remove(me)
-                self._changed.notify_all()
+            try:
+                self._queue[me] = told
+                while next(iter(list(self._queue))) != me:
+                    told.get()
+                return call()
+            finally:
+                self._leave(me)
+        finally:  # Ctrl-C may have come amid the first time
+            self._leave(me)
+
+    def _leave(self, me: int) -> None:
+        """Give up a turn, or the wait for it, and tell the thread that is the first one now."""
+        self._queue.pop(me, None)
+        for first in list(self._queue.values())[:1]:
+            first.put(None)

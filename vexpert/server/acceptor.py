@@ -4,6 +4,9 @@ When every place is taken, connections that wait for a request are closed, the l
 Where all others have a request that runs, a few more are let in. Probes are answered there, and a
 few who read the metrics; some of the others wait a moment for a place, and the rest gets 503. What
 waits beyond them is in the system's queue.
+
+Places are for whole requests first: one whose body is not there waits behind those, and not for
+long. So who sends halves of bodies again and again gets no place that another waits for.
 """
 
 import asyncio
@@ -14,11 +17,11 @@ from collections.abc import Callable, Collection
 
 from starlette.datastructures import MutableHeaders
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
-from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vexpert.log import get_logger
 from vexpert.server.connections import Connections
 from vexpert.server.errors import ApiError, error_response
+from vexpert.server.http_protocol import CountingProtocol
 from vexpert.server.keys import METRICS
 from vexpert.server.middleware import OPEN_PATHS
 
@@ -27,7 +30,9 @@ QUEUE = 2048  # connections that wait in the system's queue; it may grant fewer
 SPARE = 32  # connections beyond the most, for probes, for a short wait and for saying no
 MOST_WAITING = 16  # of them
 MOST_SCRAPING = 4  # of them: such an answer may be held up, by the engine or by its client
-WAIT_SECONDS = 2.0  # for a place
+WAIT_SECONDS = 6.0  # for a place; longer than a slow body may keep it, connections.BODY_SECONDS
+WHOLE_SECONDS = 1.5  # for the rest of a request, before; curl waits a second for 100 Continue
+CROWDED_SECONDS = 0.1  # the same where many are there, lest probes wait in the system's queue
 LOOK_SECONDS = 0.02
 ROOM_SECONDS = 0.5
 MOST_CLOSED = 32  # at once
@@ -41,7 +46,7 @@ class Acceptor:
     def __init__(
         self,
         bound: socket.socket,
-        make: Callable[[], H11Protocol],
+        make: Callable[[], CountingProtocol],
         open_now: Collection[object],
         connections: Connections,
         most: int,
@@ -100,11 +105,14 @@ class Acceptor:
         self._scraping.add(protocol)
         return True
 
-    async def wait_for_place(self, protocol: object) -> bool:
-        """Until a connection is none beyond the most any more; False: nobody leaves."""
-        if self._take_place(protocol):
+    async def wait_for_place(self, protocol: CountingProtocol) -> bool:
+        """Until a connection is none beyond the most any more; False: nobody leaves.
+
+        Or its request does not come.
+        """
+        if await self._takes_free_place(protocol):
             return True
-        if self._waiting >= MOST_WAITING:
+        if self._waiting >= MOST_WAITING or not protocol.has_whole_request:
             return False
         self._waiting += 1
         try:
@@ -116,6 +124,18 @@ class Acceptor:
         finally:
             self._waiting -= 1
         return protocol in self._open and protocol not in self._extra
+
+    async def _takes_free_place(self, protocol: CountingProtocol) -> bool:
+        """Whether there is one that nobody waits for, until the request is whole, or late."""
+        for look in range(round(WHOLE_SECONDS / LOOK_SECONDS)):
+            if not self._waiting and self._take_place(protocol):
+                return True
+            is_crowded = len(self._extra) > SPARE / 2
+            is_late = is_crowded and look * LOOK_SECONDS >= CROWDED_SECONDS
+            if is_late or protocol.has_whole_request or protocol not in self._open:
+                break
+            await asyncio.sleep(LOOK_SECONDS)
+        return False
 
     def _take_place(self, protocol: object) -> bool:
         # One that is just accepted is not open yet: none is forgotten here.
@@ -138,7 +158,8 @@ class Acceptor:
             f"{self._most} connections are open, as many as may be (max_connections): those that "
             "wait for a request are closed, and where none does, new ones wait, or get 503"
         )
-        return self._connections.close_idle(min(MOST_CLOSED, max(1, self._most // 8)))
+        most = max(1, self._most // 8, self._waiting)
+        return self._connections.close_idle(min(MOST_CLOSED, most))
 
     def _tell(self, text: str) -> None:
         now = time.monotonic()
@@ -154,7 +175,7 @@ class _Placed:
     While others wait, so is every one that is answered: they would wait for its next request.
     """
 
-    def __init__(self, app: ASGIApp, acceptor: Acceptor, protocol: object) -> None:
+    def __init__(self, app: ASGIApp, acceptor: Acceptor, protocol: CountingProtocol) -> None:
         self.app, self.acceptor, self.protocol = app, acceptor, protocol
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:

@@ -13,24 +13,18 @@ from vexpert.log import get_logger
 from vexpert.lora.info import ListedNames
 from vexpert.server.deadlines import UNANSWERED, Unanswered
 from vexpert.server.errors import ApiError
+from vexpert.server.http_protocol import CountingProtocol
 
 logger = get_logger(__name__)
 HEAD_SECONDS = 30.0  # from the first look at a connection, or the last answer, to a request's head
 BODY_SECONDS = 4.0  # for each BODY_BYTES of a body, where connections run out
 BODY_BYTES = 2**14
+LATE = (
+    "the body comes too slowly while the server has as many connections as it may have; try again "
+    "later"
+)
 SHOWN = 5
 NO_LINGERING = struct.pack("ii", 1, 0)
-
-
-class CountingProtocol(H11Protocol):
-    """uvicorn's protocol, which also counts what its client sends."""
-
-    received = 0  # bytes
-
-    def data_received(self, data: bytes) -> None:
-        """Called by the transport."""
-        self.received += len(data)
-        super().data_received(data)
 
 
 @dataclass
@@ -84,8 +78,14 @@ class Connections:
                 _reset(protocol)
             else:
                 self._looks[protocol].body_seconds = 0.0  # it ends: no room for another
-                _refuse_body(protocol)
+                _end_request(protocol, ApiError(LATE, 408, code="too_many_connections"))
         return bool(found)
+
+    def end_slow_bodies(self, error: Exception) -> None:
+        """Answer `error` to each request whose body comes slowly."""
+        for protocol, look in self._looks.items():
+            if self._waited(protocol, look) and not look.headless_seconds:
+                _end_request(protocol, error)
 
     def _waited(self, protocol: CountingProtocol, look: _Look) -> float:
         """Seconds that its client has sent nothing of use; 0: it may be about to."""
@@ -140,12 +140,11 @@ def _reset(protocol: Any) -> None:
     protocol.transport.abort()
 
 
-def _refuse_body(protocol: CountingProtocol) -> None:
-    """Answer 408 in place of what waits for the rest of a request; the connection is closed."""
+def _end_request(protocol: CountingProtocol, error: Exception) -> None:
+    """Answer `error` in place of what waits for the rest of a request."""
     request = protocol.scope.get(UNANSWERED)
     if isinstance(request, Unanswered):
-        late = "the body comes too slowly while the server has as many connections as it may have"
-        request.end(ApiError(f"{late}; try again later", 408, code="too_many_connections"))
+        request.end(error)
 
 
 def _abort(stalled: list[H11Protocol]) -> None:

@@ -16,8 +16,10 @@ from uvicorn.protocols.http.h11_impl import H11Protocol
 
 from vexpert.log import get_logger
 from vexpert.server.acceptor import Acceptor
-from vexpert.server.connections import Connections, CountingProtocol
+from vexpert.server.connections import Connections
+from vexpert.server.http_protocol import CountingProtocol
 from vexpert.server.listen import most_connections
+from vexpert.server.progress import ShuttingDownError
 from vexpert.server.service import Service
 
 CLOSE_SECONDS = 5  # for connections to close once their requests have ended
@@ -66,7 +68,7 @@ class Server(uvicorn.Server):
             self._announcing = asyncio.ensure_future(self._announce(sockets[0]))
 
     def _acceptor(self, bound: socket.socket) -> Acceptor:
-        def make() -> H11Protocol:
+        def make() -> CountingProtocol:
             return CountingProtocol(self.config, self.server_state, self.lifespan.state)
 
         present = self.server_state.connections
@@ -130,9 +132,14 @@ class Server(uvicorn.Server):
         self.should_exit = True
 
     async def _is_idle(self, seconds: float, hurried_seconds: float = 0.0) -> bool:
-        """Wait until no request runs, at most `seconds`; whether none does."""
+        """Wait until no request runs, at most `seconds`; whether none does.
+
+        Those whose body comes slowly, or never, are not waited for.
+        """
         begun = time.monotonic()
+        late = ShuttingDownError("the server is shutting down, and the body comes too slowly")
         while self._service.active:
+            self._connections.end_slow_bodies(late)
             waited = time.monotonic() - begun
             if waited > (min(hurried_seconds, seconds) if self._is_hurried else seconds):
                 return False
