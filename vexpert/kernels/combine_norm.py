@@ -8,11 +8,11 @@ separate launches.
 
 | array | shape | holds |
 |---|---|---|
-| y | [T * K, H] | outputs of the pairs, pair t * K + k at that row |
+| y | [T * K, H] float | outputs of the pairs, pair t * K + k at that row; contiguous |
 | experts | [T * K] int64 | their experts; a sentinel is < 0 or >= num_experts |
-| weights | [T, K] or None | routing weights; None: ones |
-| residual | [T, H] | rows any stride apart |
-| total, normed | [T, H] | contiguous |
+| weights | [T, K] of any float dtype, or None | routing weights, contiguous; None: ones |
+| residual | [T, H] in y's dtype | rows any stride apart |
+| total, normed | [T, H] in y's dtype | contiguous |
 """
 
 import torch
@@ -92,7 +92,11 @@ def combine_norm(
     norm: Norm | None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(total, normed), both [T, H]; normed is None without a norm."""
+    """(total, normed), both [T, H] in y's dtype; normed is None without a norm.
+
+    K is the rows of y over those of residual; H at most MAX_WIDTH. References:
+    `kernels.combine.reference_combine` and `kernels.norms.reference_rms_norm`.
+    """
     check_matrix("residual", residual)
     tokens, width = residual.shape
     assert y.is_contiguous(), y.stride()

@@ -2,6 +2,11 @@
 
 Formula: y[p] = x[p] / sqrt(mean of x[p]^2 + eps) * weight
 
+| array | shape | holds |
+|---|---|---|
+| x, y | [P, n] float32 | rows; y is written in place |
+| weight | [n] float32 | |
+
 Compiled by numba: one call of 5 us where eight torch operations take 28 us for one row of 256.
 """
 
@@ -11,7 +16,10 @@ from numba import njit
 
 @njit(fastmath={"contract", "reassoc", "nsz", "arcp"}, cache=True, nogil=True)
 def rms_norm(x, weight, eps, y):
-    """Write y [P, n] float32 for x [P, n], weight [n], all C-contiguous, and eps float32."""
+    """Write y [P, n] in place, of x and weight, all C-contiguous, and eps float32.
+
+    Reference: `reference_rms_norm`.
+    """
     width = x.shape[1]
     for p in range(x.shape[0]):
         given = x[p]

@@ -10,7 +10,7 @@ program takes a tile of rows, or (`by_run`) the run that starts at its position,
 | h | [PLANES, R, sites * WIDTH] float32 | see `dense_shrink` |
 | row_at, run_at, ... | | see `dense_order` |
 | table | | see `dense_tiles` |
-| y | [R, sum of sizes] | columns adjacent, rows in any stride |
+| y | [R, sum of sizes] in the arena's dtype | columns adjacent, rows any stride apart |
 """
 
 import torch
@@ -199,7 +199,11 @@ def dense_expand(
     y: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """Change y [R, sum of sizes] in place, see the table above."""
+    """Change y [R, sum of sizes] in place; h as `dense_shrink` gives it.
+
+    Every adapter of `order` has a rank of at most `factors.width`. Reference:
+    `ops.reference.packed_linear`.
+    """
     check_matrix("y", y)
     assert y.dtype == factors.arena.dtype, (y.dtype, factors.arena.dtype)
     planes, rows, columns = h.shape

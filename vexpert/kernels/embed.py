@@ -7,9 +7,9 @@
 | array | shape | holds |
 |---|---|---|
 | tokens, positions | [T] int64 | |
-| table | [V, W] | rows any stride apart |
-| hidden, normed | [T, W] | contiguous, in the table's dtype |
-| cos, sin | [T, R] | contiguous |
+| table | [V, W] float | rows any stride apart |
+| hidden, normed | [T, W] in the table's dtype | contiguous |
+| cos, sin | [T, R] in the angles' dtype | contiguous |
 """
 
 from typing import NamedTuple
@@ -84,7 +84,11 @@ def embed(
     angles: Angles | None = None,
     pdl: bool = False,
 ) -> Embedded:
-    """Rows of `tokens` [T]; every token must be one of the table. Positions go with angles."""
+    """hidden, normed and angles of `tokens` [T], every one of the table's, 0 ... V - 1.
+
+    W is the norm's width, at most MAX_WIDTH. Positions go with angles. References:
+    `kernels.norms.reference_rms_norm` and `kernels.rope_angles.reference_rope_angles`.
+    """
     check_matrix("table", table)
     count, width = tokens.shape[0], table.shape[1]
     assert width == norm.width <= MAX_WIDTH, (tuple(table.shape), norm.width)

@@ -5,9 +5,9 @@ second kernel adds them in a fixed order, so the result does not depend on who c
 
 | array | shape | holds |
 |---|---|---|
-| x | [R, K] | inputs, in the arena's dtype |
+| x | [R, K] in the arena's dtype | inputs; columns adjacent |
 | x_rows | [P] int64 or None | row of x for each row p |
-| arena | [N] | factors; A of (s, e) at a_offset[s] + e * a_stride[s], [rank[s], K] |
+| arena | [N] float | factors; A of (s, e) at a_offset[s] + e * a_stride[s], [rank[s], K] |
 | rank, a_offset, a_stride | [S] int64 | the site's table |
 | key, order, block_start, num_blocks | | see `blocks` |
 | partial | [splits, P, max_rank] float32 | partial sums, at row p |
@@ -116,7 +116,10 @@ def lora_shrink(
     max_rank: int,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """h [P, max_rank] float32, see the table above; `splits` of the depth, None: by the blocks."""
+    """h [P, max_rank] float32; `splits` of the depth, None: by the blocks.
+
+    No rank is above max_rank. Reference: `reference_shrink`.
+    """
     check_matrix("x", x)
     assert x.dtype == arena.dtype, (x.dtype, arena.dtype)
     rows, depth = blocks.key.shape[0], x.shape[1]

@@ -8,12 +8,14 @@ chooses. The router's weight is read before the launch in front of this one has 
 
 | array | shape | holds |
 |---|---|---|
-| x, residual | [T, H] | rows any stride apart |
-| router | [E, H] | contiguous |
+| x, residual | [T, H] float | rows any stride apart |
+| router | [E, H] float | contiguous |
+| bias | [E] float, or None | |
 | logits | [T, E] float32 | scratch; rounded to x's dtype if `rounds` |
 | arrivals | [T] int32 | scratch; zeros before and after |
-| total, normed | [T, H] | contiguous |
-| ids, weights | [T, K] | |
+| total, normed | [T, H] in x's dtype | contiguous |
+| ids | [T, K] int64 | |
+| weights | [T, K] in the router's `dtype` | |
 """
 
 from dataclasses import dataclass
@@ -189,10 +191,11 @@ def norm_router(
     pdl: bool = False,
     rest: DenseDelta | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(total, normed [T, H], ids [T, K] int64, weights [T, K]) of x and residual [T, H].
+    """(total, normed, ids, weights), new, of x and residual, see the table above.
 
-    `rest`: what is still to add to x. At most MOST_TOKENS tokens. The scratch may be another
-    launch's once this one has ended.
+    `rest`: what is still to add to x. 1 to MOST_TOKENS tokens; H is the norm's width, at most
+    MAX_WIDTH. The scratch may be another launch's once this one has ended. References:
+    `kernels.norms.reference_rms_norm` and `kernels.router_topk.reference_router_topk`.
     """
     check_matrix("x", x)
     check_matrix("residual", residual)

@@ -12,9 +12,11 @@ adds the runs up, in their order, whoever it is: the result is the same every ti
 
 | array | shape | holds |
 |---|---|---|
-| query | [T, Hq, d] | any strides of rows and heads |
-| keys, values | [rows, Hkv, d or dv] | the cache |
-| query_starts, kv_lens, block_tables | see `AttentionBatch` | |
+| query | [T, Hq, d] float | any strides of rows and heads |
+| keys, values | [rows, Hkv, d or dv] in query's dtype | the cache |
+| query_starts, kv_lens, block_tables | | see `AttentionBatch` |
+| sinks | [Hq] float, or None | see `Scores` |
+| out | [T, Hq, dv] in query's dtype | any strides of rows and heads |
 | part_out | [B, Hq, S, dv] float32 | a run's sum of weighted values, not yet divided |
 | part_peak, part_total | [B, Hq, S] float32 | its largest score (base 2), its sum of weights |
 | arrivals | [B * groups] int32 | runs done; zero before and after |
@@ -227,7 +229,11 @@ def paged_decode(
     out: torch.Tensor,
     shape: DecodeShape,
 ) -> None:
-    """Write the row of `out` [T, Hq, dv] of every sequence that has one query row."""
+    """Write, in place, the row of `out` [T, Hq, dv] of every sequence that has one query row.
+
+    Other rows stay as they are. Columns are adjacent. Reference:
+    `ops.attention_reference.reference_attention`.
+    """
     sizes = PagedShape.of(query, keys, values)
     block_h = power_of_two(sizes.group, 16, 64)
     programs = programs_of(sizes.kv_heads, sizes.group)

@@ -11,9 +11,11 @@ those without queries end at once. Nothing of this is asked of the host.
 
 | array | shape | holds |
 |---|---|---|
-| query | [T, Hq, d] | any strides of rows and heads |
-| keys, values | [rows, Hkv, d or dv] | the cache |
-| query_starts, kv_lens, block_tables | see `AttentionBatch` | |
+| query | [T, Hq, d] float | any strides of rows and heads |
+| keys, values | [rows, Hkv, d or dv] in query's dtype | the cache |
+| query_starts, kv_lens, block_tables | | see `AttentionBatch` |
+| sinks | [Hq] float, or None | see `Scores` |
+| out | [T, Hq, dv] in query's dtype | any strides of rows and heads |
 """
 
 from dataclasses import dataclass
@@ -173,7 +175,11 @@ def paged_prefill(
     shape: PrefillShape,
     least_len: int = 1,
 ) -> None:
-    """Write the rows of `out` [T, Hq, dv] of sequences with at least `least_len` query rows."""
+    """Write, in place, the rows of `out` of sequences with at least `least_len` query rows.
+
+    Other rows stay as they are. Columns are adjacent. Reference:
+    `ops.attention_reference.reference_attention`.
+    """
     sizes = PagedShape.of(query, keys, values)
     heads = min(sizes.group, shape.block_m)
     tiles = query.shape[0] // (shape.block_m // heads) + batch.num_sequences
