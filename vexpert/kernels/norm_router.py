@@ -47,10 +47,10 @@ TILE = 16384  # elements of the router's weight in the registers of a program
 class Router:
     """A router's product and choice."""
 
-    weight: torch.Tensor  # [E, H]
-    bias: torch.Tensor | None  # [E], of the product
+    weight: torch.Tensor  # [E, H], of any float dtype
+    bias: torch.Tensor | None  # [E] of any float dtype, of the product
     choice: Choice
-    choice_bias: torch.Tensor | None  # [E]
+    choice_bias: torch.Tensor | None  # [E] of any float dtype
     rounds: bool  # whether the logits are rounded to the dtype of the hidden states
     dtype: torch.dtype  # of the weights of the chosen experts
 
