@@ -143,25 +143,13 @@ def argmax_rows(
     if rows == 0:
         return tokens
     _argmax_kernel[(rows * splits,)](
-        logits,
-        logits if copy is None else copy,
-        scratch.best,
-        scratch.arrivals,
-        tokens,
-        tokens if told is None else told,
-        tokens if turn is None else turn,
-        logits.stride(0),
-        0 if copy is None else copy.stride(0),
-        0 if told is None else told.stride(0),
-        VOCAB=vocab,
-        SPLITS=splits,
-        PARTS=power_of_two(splits, 1, 1 << 16),
-        COPY=copy is not None,
-        PLACES=0 if told is None else told.shape[0],
-        BLOCK=block,
-        num_warps=power_of_two(block // 512, 1, 8),
-        **pdl_options(pdl),
-    )
+        logits, logits if copy is None else copy, scratch.best, scratch.arrivals, tokens,
+        tokens if told is None else told, tokens if turn is None else turn, logits.stride(0),
+        0 if copy is None else copy.stride(0), 0 if told is None else told.stride(0),
+        VOCAB=vocab, SPLITS=splits, PARTS=power_of_two(splits, 1, 1 << 16), COPY=copy is not None,
+        PLACES=0 if told is None else told.shape[0], BLOCK=block,
+        num_warps=power_of_two(block // 512, 1, 8), **pdl_options(pdl),
+    )  # fmt: skip
     return tokens
 
 

@@ -109,25 +109,12 @@ def combine_norm(
         return total, normed
     block = power_of_two(width, 16, MAX_WIDTH)
     _combine_norm_kernel[(tokens,)](
-        y,
-        experts,
-        y if weights is None else weights,
-        residual,
-        y if norm is None or norm.weight is None else norm.weight,
-        total,
-        total if normed is None else normed,
-        num_experts,
-        residual.stride(0),
-        0.0 if norm is None else norm.eps,
-        multiplier,
-        WIDTH=width,
-        TOP_K=y.shape[0] // tokens,
-        HAS_WEIGHTS=weights is not None,
-        SCALE=multiplier != 1.0,
-        NORM=norm is not None,
-        FORM="plain" if norm is None else norm.form,
-        BLOCK=block,
-        num_warps=power_of_two(block // 256, 1, 8),
-        **pdl_options(pdl),
-    )
+        y, experts, y if weights is None else weights, residual,
+        y if norm is None or norm.weight is None else norm.weight, total,
+        total if normed is None else normed, num_experts, residual.stride(0),
+        0.0 if norm is None else norm.eps, multiplier,
+        WIDTH=width, TOP_K=y.shape[0] // tokens, HAS_WEIGHTS=weights is not None,
+        SCALE=multiplier != 1.0, NORM=norm is not None, FORM="plain" if norm is None else norm.form,
+        BLOCK=block, num_warps=power_of_two(block // 256, 1, 8), **pdl_options(pdl),
+    )  # fmt: skip
     return total, normed

@@ -191,6 +191,23 @@ def _expand_wide_kernel(
         at = stop
 
 
+def _options(
+    factors: DenseFactors, planes: int, tile: DenseTile, pdl: bool
+) -> dict[str, int | str | tuple[int, ...]]:
+    """Constants of all three kernels, and Triton's own."""
+    return {
+        **lora_options(factors, planes, tile),
+        "SIZES": factors.sizes,
+        "COLUMN_ALIGNMENT": column_alignment(factors.sizes, tile.block_n),
+        "PRECISION": dot_precision(factors.arena.dtype),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **pdl_options(pdl),
+    }
+
+
 def dense_expand(
     h: torch.Tensor,
     order: RowOrder,
@@ -207,16 +224,7 @@ def dense_expand(
     check_matrix("y", y)
     assert y.dtype == factors.arena.dtype, (y.dtype, factors.arena.dtype)
     planes, rows, columns = h.shape
-    options = lora_options(factors, planes, tile) | {
-        "SIZES": factors.sizes,
-        "COLUMN_ALIGNMENT": column_alignment(factors.sizes, tile.block_n),
-        "PRECISION": dot_precision(y.dtype),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        **pdl_options(pdl),
-    }
+    options = _options(factors, planes, tile, pdl)
     blocks = column_blocks(factors.sizes, tile.block_n)
     rest = (
         factors.arena, factors.table, y, rows, factors.num_slots, factors.site_step, columns,

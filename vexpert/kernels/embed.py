@@ -107,24 +107,11 @@ def embed(
     if count:
         block = power_of_two(width, 16, MAX_WIDTH)
         _embed_kernel[(count,)](
-            tokens,
-            table,
-            table if norm.weight is None else norm.weight,
-            hidden,
-            normed,
+            tokens, table, table if norm.weight is None else norm.weight, hidden, normed,
             tokens if positions is None else positions,
-            table if angles is None else angles.frequencies,
-            cos,
-            sin,
-            table.stride(0),
-            norm.eps,
+            table if angles is None else angles.frequencies, cos, sin, table.stride(0), norm.eps,
             1.0 if angles is None else angles.scaling,
-            WIDTH=width,
-            FORM=norm.form,
-            BLOCK_W=block,
-            ANGLES=angles is not None,
-            **options,
-            num_warps=power_of_two(block // 256, 1, 8),
-            **pdl_options(pdl),
-        )
+            WIDTH=width, FORM=norm.form, BLOCK_W=block, ANGLES=angles is not None, **options,
+            num_warps=power_of_two(block // 256, 1, 8), **pdl_options(pdl),
+        )  # fmt: skip
     return Embedded(hidden, normed, None if angles is None else (cos, sin))

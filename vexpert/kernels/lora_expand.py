@@ -136,32 +136,13 @@ def lora_expand(
         return
     block_n = power_of_two(run.size, 16, 128)
     _expand_kernel[(blocks.max_blocks, ceil_div(run.size, block_n), run.count)](
-        h,
-        arena,
-        *table,
-        blocks.key,
-        blocks.order,
-        blocks.block_start,
-        blocks.num_blocks,
-        y if mask is None else mask,
-        y,
-        rows,
-        table[0].shape[1],
-        max_rank,
-        run.size,
-        run.first,
-        run.start,
-        run.step,
-        run.stride,
-        y.stride(0),
-        NUM_EXPERTS=blocks.num_experts,
-        HAS_MASK=mask is not None,
-        ADD=add,
-        PRECISION=dot_precision(y.dtype),
-        BLOCK_M=blocks.block_m,
-        BLOCK_N=block_n,
+        h, arena, *table, blocks.key, blocks.order, blocks.block_start, blocks.num_blocks,
+        y if mask is None else mask, y, rows, table[0].shape[1], max_rank, run.size, run.first,
+        run.start, run.step, run.stride, y.stride(0),
+        NUM_EXPERTS=blocks.num_experts, HAS_MASK=mask is not None, ADD=add,
+        PRECISION=dot_precision(y.dtype), BLOCK_M=blocks.block_m, BLOCK_N=block_n,
         BLOCK_R=power_of_two(max_rank, 16, 32 if y.dtype == torch.float32 else 64),
-    )
+    )  # fmt: skip
 
 
 def reference_expand(

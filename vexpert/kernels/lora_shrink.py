@@ -133,29 +133,12 @@ def lora_shrink(
     # zeros: the sum below also adds places that no program writes, and what lies there may overflow
     partial = h if splits == 1 else h.new_zeros(splits, rows, max_rank)
     _shrink_kernel[(blocks.max_blocks, ceil_div(max_rank, block_r), splits)](
-        x,
-        x if x_rows is None else x_rows,
-        arena,
-        rank,
-        a_offset,
-        a_stride,
-        blocks.key,
-        blocks.order,
-        blocks.block_start,
-        blocks.num_blocks,
-        partial,
-        rows,
-        depth,
-        max_rank,
-        split_depth,
-        x.stride(0),
-        NUM_EXPERTS=blocks.num_experts,
-        HAS_X_ROWS=x_rows is not None,
-        PRECISION=dot_precision(x.dtype),
-        BLOCK_M=blocks.block_m,
-        BLOCK_R=block_r,
-        BLOCK_K=block_k,
-    )
+        x, x if x_rows is None else x_rows, arena, rank, a_offset, a_stride, blocks.key,
+        blocks.order, blocks.block_start, blocks.num_blocks, partial, rows, depth, max_rank,
+        split_depth, x.stride(0),
+        NUM_EXPERTS=blocks.num_experts, HAS_X_ROWS=x_rows is not None,
+        PRECISION=dot_precision(x.dtype), BLOCK_M=blocks.block_m, BLOCK_R=block_r, BLOCK_K=block_k,
+    )  # fmt: skip
     if splits > 1:
         size = h.numel()
         _sum_splits_kernel[(ceil_div(size, 1024),)](partial, h, size, SPLITS=splits, BLOCK=1024)
