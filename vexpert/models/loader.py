@@ -182,6 +182,7 @@ def _attach_attention(
         layer = AttentionLayer(
             context, call.kind, *shapes, call.is_latent, use_kernels, batch_invariant
         )
+        # PyTorch types a module's attributes as tensors and modules.
         call.module.vexpert_layer = layer  # type: ignore[assignment]
         layers.append(layer)
     return layers
