@@ -60,6 +60,12 @@ def is_compiled(node: ast.FunctionDef) -> bool:
     return any("jit" in ast.unparse(each) for each in node.decorator_list)
 
 
+def lacks_types(node: ast.FunctionDef) -> bool:
+    given = (*node.args.args, *node.args.kwonlyargs)
+    own = [each for each in given if each.arg not in ("self", "cls")]
+    return node.returns is None or any(each.annotation is None for each in own)
+
+
 def joined(docstring: str) -> str:
     """Paragraphs in one line each: an entry may go on in the next one."""
     return re.sub(r"(?<![|\n])\n(?![|\n])", " ", docstring)
@@ -171,6 +177,17 @@ def test_every_file_of_a_launcher_begins_with_formula_and_arrays() -> None:
     assert without == WITHOUT_FORMULA
 
 
+def test_only_what_triton_or_numba_compiles_is_without_types() -> None:
+    """mypy lets the folder pass, for kernels cannot be typed."""
+    untyped = [
+        f"{path.name}: {node.name}"
+        for path in FILES
+        for node in ast.walk(ast.parse(path.read_text()))
+        if isinstance(node, ast.FunctionDef) and not is_compiled(node) and lacks_types(node)
+    ]
+    assert not untyped
+
+
 EXAMPLE = '''
 """y[t] = x[t] + bias
 
@@ -192,6 +209,8 @@ def add(x: Tensor, bias: Tensor | None, places: Tensor, both: tuple[Tensor, Tens
 
 def other(x: Tensor) -> None:
     """Launches nothing."""
+
+def bare(self, x): ...
 '''
 
 
@@ -204,3 +223,8 @@ def test_what_counts() -> None:
     assert exists("ops.reference.row_delta", KERNELS / "any.py")
     assert not exists("ops.reference.no_such", KERNELS / "any.py")
     assert exists("tests/test_kernels_contracts.py: launchers", KERNELS / "any.py")
+    functions = [node for node in ast.parse(EXAMPLE).body if isinstance(node, ast.FunctionDef)]
+    assert [node.name for node in functions if lacks_types(node) and not is_compiled(node)] == [
+        "_launch",
+        "bare",
+    ]

@@ -1,4 +1,4 @@
-"""Every tensor of a dataclass has its shape and its dtype beside it."""
+"""Every tensor of a dataclass or a NamedTuple has its shape and its dtype beside it."""
 
 import ast
 import re
@@ -12,8 +12,9 @@ SHAPE = re.compile(r"\[[^\]]*\]")
 DTYPE = re.compile(r"\b(u?int\d+|b?float\d+|bool|dtypes?)\b")
 
 
-def is_dataclass(node: ast.ClassDef) -> bool:
-    return any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+def is_record(node: ast.ClassDef) -> bool:
+    made = any("dataclass" in ast.unparse(each) for each in node.decorator_list)
+    return made or "NamedTuple" in map(ast.unparse, node.bases)
 
 
 def holds_tensors(annotation: ast.expr) -> bool:
@@ -43,7 +44,7 @@ def tensor_fields(source: str) -> Iterator[tuple[str, str, str]]:
     """("Class.field", what is said of it, and of its class) of every tensor field in a module."""
     tree, lines = ast.parse(source), source.split("\n")
     for node in ast.walk(tree):
-        if not isinstance(node, ast.ClassDef) or not is_dataclass(node):
+        if not isinstance(node, ast.ClassDef) or not is_record(node):
             continue
         own = ast.get_docstring(node) or ""
         text = own + "\n" + (ast.get_docstring(tree) or "")
@@ -62,7 +63,7 @@ FIELDS = {
 
 
 def test_every_tensor_field_has_a_shape() -> None:
-    assert len(FIELDS) > 120  # they are found
+    assert len(FIELDS) > 140  # they are found
     assert not [name for name, (said, _) in FIELDS.items() if not SHAPE.search(said)]
 
 
@@ -97,6 +98,10 @@ class Example:
     bare: dict[int, torch.Tensor]  # by slot
     number: int
 
+class Row(NamedTuple):
+    bare: torch.Tensor
+    shaped: torch.Tensor  # [T]
+
 class NotData:
     bare: torch.Tensor
 '''
@@ -106,4 +111,5 @@ def test_what_counts_as_a_shape() -> None:
     found = {name: bool(SHAPE.search(said)) for name, said, _ in tensor_fields(EXAMPLE)}
     shaped = dict.fromkeys(("behind", "above", "listed", "beside"), True)
     expected = {**shaped, "other": False, "bare": False}
-    assert found == {f"Example.{name}": has for name, has in expected.items()}
+    rows = {"Row.bare": False, "Row.shaped": True}
+    assert found == {f"Example.{name}": has for name, has in expected.items()} | rows

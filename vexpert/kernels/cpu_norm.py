@@ -12,6 +12,7 @@ Compiled by numba: one call of 5 us where eight torch operations take 28 us for 
 
 import numpy as np
 from numba import njit
+from numpy.typing import NDArray
 
 
 @njit(fastmath={"contract", "reassoc", "nsz", "arcp"}, cache=True, nogil=True)
@@ -32,7 +33,10 @@ def rms_norm(x, weight, eps, y):
             out[k] = given[k] * factor * weight[k]
 
 
-def reference_rms_norm(x, weight, eps):
+def reference_rms_norm(
+    x: NDArray[np.float32], weight: NDArray[np.float32], eps: float
+) -> NDArray[np.float64]:
     """The same in float64, written to be read."""
-    x = x.astype(np.float64)
-    return x / np.sqrt((x**2).mean(-1, keepdims=True) + eps) * weight
+    wide = x.astype(np.float64)
+    y: NDArray[np.float64] = wide / np.sqrt((wide**2).mean(-1, keepdims=True) + eps) * weight
+    return y

@@ -28,9 +28,9 @@ from vexpert.kernels.rope_angles import Angles, store_angles
 class Embedded(NamedTuple):
     """What a step begins with."""
 
-    hidden: torch.Tensor
-    normed: torch.Tensor
-    angles: tuple[torch.Tensor, torch.Tensor] | None  # cos, sin
+    hidden: torch.Tensor  # [T, W] in the table's dtype
+    normed: torch.Tensor  # [T, W] in the table's dtype
+    angles: tuple[torch.Tensor, torch.Tensor] | None  # cos, sin [T, R] in the angles' dtype
 
 
 @direct_launch
