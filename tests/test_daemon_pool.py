@@ -20,6 +20,28 @@ def test_calls_return_and_raise() -> None:
     pool.close()
 
 
+def test_where_no_thread_can_be_started_others_do_the_work(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    pool, go = DaemonPool(2, "full"), threading.Event()
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        with pytest.raises(RuntimeError, match="can't start"):
+            pool.submit(pow, 2, 2)
+    first = pool.submit(go.wait, 60)
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        second = pool.submit(pow, 2, 3)
+    go.set()
+    assert first.result(60)
+    assert second.result(60) == 8
+    pool.close()
+
+
 def test_no_more_threads_than_allowed_and_the_rest_waits() -> None:
     pool, go, begun = DaemonPool(3, "capped"), threading.Event(), []
 

@@ -296,7 +296,7 @@ def test_what_no_file_could_give_back_stays() -> None:
     made.life.buffer = content.buffer
     made.life.end_read(HostCopy(content, (), (), ChatTemplate()), 0.0)
     policy = host([made, other := version()], 20)
-    assert policy.lasting_bytes() == 10
+    assert policy.lasting_bytes(but_leaving=False) == 10
     assert policy.victims(20) == [other]
 
 

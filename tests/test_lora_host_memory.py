@@ -1,7 +1,9 @@
 """Pinned slabs in front of a GPU, and copies beside its kernels. What needs no GPU runs without."""
 
 import gc
+import threading
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -69,6 +71,28 @@ def test_plain_memory_needs_no_slab() -> None:
     assert buffer.shape == (10,)
     memory.free(buffer)
     assert memory.slab_bytes == 0
+
+
+def test_a_copy_that_finds_no_thread_fails_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    copier = Copier(torch.device("cuda"))
+    monkeypatch.setattr(torch.cuda, "current_stream", lambda device: SimpleNamespace(
+        record_event=lambda: object()))  # fmt: skip
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        transfer = make_transfer(torch.ones(4), torch.zeros(4), copier)
+        with pytest.raises(RuntimeError, match="can't start"):
+            transfer.advance(1 << 20)
+    cancelling = threading.Thread(target=transfer.cancel, daemon=True)
+    cancelling.start()
+    cancelling.join(10)
+    assert not cancelling.is_alive()  # nobody copies, so there is nothing to wait for
+    served = threading.Event()
+    monkeypatch.setattr("vexpert.lora.transfer._serve", lambda jobs, device: served.set())
+    make_transfer(torch.ones(4), torch.zeros(4), copier).advance(1 << 20)
+    assert served.wait(60)  # the next one finds a thread
 
 
 @pytest.mark.gpu

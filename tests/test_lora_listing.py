@@ -4,6 +4,8 @@ from pathlib import Path
 from threading import RLock
 
 import pytest
+from helpers_engine import make_engine
+from test_lora_manager import acquire, folder, make
 
 from vexpert.lora import listing
 from vexpert.lora.adapter_version import Version
@@ -95,3 +97,22 @@ def test_a_message_shows_the_first_names_and_counts_the_rest() -> None:
     assert str(filled(*names).some_names(5, without=())) == "a, b, c"
     assert str(filled(*names).some_names(1)) == "b and 1 more"
     assert str(filled().some_names(5)) == "none"
+
+
+def test_the_folder_of_one_name_is_found_by_a_look_at_that_name(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    engine, manager = make_engine(), make()
+    monkeypatch.setattr(engine, "_adapters", manager)
+    for seed, name in enumerate(("a", "b", "c")):
+        manager.load(name, folder(tmp_path, name, seed))
+    ref = manager.hold_newest("b")
+    assert acquire(manager, ref) is not None
+    manager.load("b", folder(tmp_path, "b2", 7), load_inplace=True)  # the first one drains
+    monkeypatch.setattr(listing.Listing, "all", None)
+    assert engine.adapter_folder("b") == str(tmp_path / "b2")
+    assert engine.adapter_folder("nobody") is None
+    manager.unload("b")
+    assert engine.adapter_folder("b") is None
+    manager.release(ref)
+    manager.drop(ref)

@@ -1,5 +1,8 @@
 """Arena and slot pool under random use: nothing overlaps, nothing leaks, nothing stale is seen."""
 
+import itertools
+from collections.abc import Callable
+
 import pytest
 import torch
 from helpers_adapters import adapter, canonical_delta, stored_delta, tiny_targets
@@ -132,6 +135,40 @@ def test_moves_make_one_hole_at_the_least_cost(sizes: list[int], data: st.DataOb
     assert gather(allocator, size) == expected
     assert allocator.allocate(size) is not None
     allocator.check_integrity()
+
+
+@pytest.mark.parametrize("good", range(4))
+def test_a_move_that_finds_no_memory_leaves_the_block_whole(
+    monkeypatch: pytest.MonkeyPatch, good: int
+) -> None:
+    """After `good` calls that do: the adapter that slides is another than the one that comes."""
+    monkeypatch.setattr("vexpert.lora.arena.CPU_MOVE_ELEMENTS", 8)  # the hole has 4
+    arena = Arena(28 * 4, CPU, torch.float32, alignment=4)
+    arena.allocator.allocate(4)
+    arena.allocator.allocate(20)
+    arena.span(4, 20).copy_(torch.arange(20.0))
+    arena.allocator.free(0)
+    move = arena.allocator.next_move(8)
+    assert move is not None
+    calls = itertools.count()
+
+    def scarce(real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def call(*arguments: object) -> torch.Tensor:
+            if next(calls) >= good:
+                raise torch.OutOfMemoryError("out of memory")
+            return real(*arguments)
+
+        return call
+
+    monkeypatch.setattr(torch.Tensor, "clone", scarce(torch.Tensor.clone))
+    monkeypatch.setattr(torch, "empty_like", scarce(torch.empty_like))
+    try:
+        arena.move(move)
+    except torch.OutOfMemoryError:
+        assert arena.allocator.blocks == {4: 20}
+    (start,) = arena.allocator.blocks
+    assert torch.equal(arena.span(start, 20), torch.arange(20.0))
+    arena.allocator.check_integrity()
 
 
 def test_moves_carry_overlapping_blocks_whole(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -130,10 +130,28 @@ def test_a_load_that_hangs_holds_up_no_other(
     assert fake_server.get("/v1/models/stuck").status_code == 200
 
 
+def test_names_wait_for_no_load_that_hangs(fake: FakeEngine) -> None:
+    go = threading.Event()
+    names = [f"n{i}" for i in range(engine_loop.ADAPTER_CALLS)]
+    begun: set[str] = set()
+    for name in names:
+        fake.before_load[name] = lambda name=name: (begun.add(name), go.wait(60))
+    with serving(fake) as running, ThreadPoolExecutor(len(names)) as pool:
+        for name in names:
+            pool.submit(load, running, lora_name=name, lora_path="bundled")
+        try:
+            wait_for(lambda: len(begun) == len(names))
+            assert load(running, lora_name="lazy", lora_path="bundled", lazy=True)[0] == 200
+            unloaded = running.post("/v1/unload_lora_adapter", json={"lora_name": "lazy"})
+            assert unloaded.status_code == 200
+        finally:
+            go.set()
+
+
 def test_loads_take_few_threads_and_the_queue_is_bounded(
     fake: FakeEngine, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(engine_client, "MAX_ADAPTER_CALLS", 30)
+    monkeypatch.setattr(engine_client, "MAX_LOADS", 30)
     go = threading.Event()
     names, before = [f"n{i}" for i in range(40)], set(threading.enumerate())
     fake.before_load = dict.fromkeys(names, lambda: go.wait(60))
@@ -155,5 +173,9 @@ def test_loads_take_few_threads_and_the_queue_is_bounded(
         wait_for(lambda: threads() == engine_loop.ADAPTER_CALLS)
         assert running.ask("upper", "hello") == "HELLO"
         assert threads() == engine_loop.ADAPTER_CALLS
+        unloaded = running.post("/v1/unload_lora_adapter", json={"lora_name": "upper"})
+        assert unloaded.status_code == 200  # it waits for no disk
+        body = {"model": "upper", "prompt": "hello"}
+        assert running.post("/v1/completions", json=body).status_code == 404
         go.set()
         assert sorted(answer.result() for answer in answers) == [200] * 30 + [429] * 10

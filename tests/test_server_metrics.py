@@ -158,6 +158,8 @@ def test_counts_of_thousands_of_adapters_stay_few_and_add_up() -> None:
     recorder.forget({"a1"})
     assert set(recorder.prompt_tokens) == {"a1", OTHERS}
     assert ("a0", "stop") not in recorder.requests
+    text = Metrics("base", recorder).page(stats, infos).decode()  # a counter of all only grows
+    assert 'vllm:request_success_total{finished_reason="stop",model_name="base"} 1000.0' in text
 
 
 def test_an_idle_engine_is_checked_once(fake: FakeEngine, monkeypatch: pytest.MonkeyPatch) -> None:

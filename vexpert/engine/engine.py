@@ -5,7 +5,6 @@ import math
 import time
 from collections import Counter
 from collections.abc import Callable
-from functools import lru_cache
 from typing import Any
 
 import torch
@@ -78,7 +77,6 @@ class Engine:
         self._overlaps = model.info.device.type == "cuda" if overlap is None else overlap
         self._flight: Flight | None = None  # the step under way, if the last call left one
         eos = model.info.eos_token_ids
-        self._folder_of = lru_cache(maxsize=4096)(self._find_folder)
         self._grammars = Grammars(self.tokenizer, model.info.vocab_size, eos)
         self._completer = Completer(self.tokenizer, eos, self.max_model_len)
         self._requests: dict[str, Request] = {}
@@ -140,10 +138,8 @@ class Engine:
 
     def adapter_folder(self, name: str) -> str | None:
         """Folder of the newest version of an adapter, None if there is none; in any thread."""
-        try:
-            return self._folder_of(self._adapters.resolve(name))
-        except AdapterNotFoundError:
-            return None
+        versions = self._adapters.listing.named([name])
+        return next((info.path for info in versions if info.state != "draining"), None)
 
     def adapter_template(self, name: str, may_read: bool = True) -> ChatTemplate | None:
         """The chat template that the newest version of an adapter was loaded with; in any thread.
@@ -155,10 +151,6 @@ class Engine:
             return self._adapters.chat_template(name, may_read)
         except AdapterNotFoundError:
             return ChatTemplate()
-
-    def _find_folder(self, ref: AdapterRef) -> str | None:
-        versions = {(info.name, info.version): info.path for info in self._adapters.list()}
-        return versions.get((ref.name, ref.version))
 
     def _new_sequence(self, request: Request, index: int, matcher: Matcher | None) -> Sequence:
         params, tokens = request.params, request.prompt_token_ids

@@ -87,6 +87,7 @@ class Life:
     slot: int | None = None  # while ON_DEVICE
     device_bytes: int = 0  # of its block there
     holds: int = 0  # living requests
+    is_served: bool = False  # its name means it, or did; until then its load may be refused
     is_retired: bool = False  # unloaded or replaced: gone once nobody uses it
     history: History = field(default_factory=History)
 

@@ -139,12 +139,18 @@ class Arena:
         return self.buffer[start : start + size]
 
     def move(self, move: Move) -> None:
-        """Slide the contents of a block to the left, and book it. Not during a step."""
-        piece = GPU_MOVE_ELEMENTS if self.buffer.is_cuda else CPU_MOVE_ELEMENTS
+        """Slide the contents of a block to the left, and book it. Not during a step.
+
+        Raises RuntimeError, and has moved nothing, where there is no memory for it.
+        """
+        piece = min(move.size, GPU_MOVE_ELEMENTS if self.buffer.is_cuda else CPU_MOVE_ELEMENTS)
+        # Through a copy where source and target of one chunk overlap; its memory is taken first:
+        # where there is none, the block is whole, where it was.
+        overlaps = move.source - move.target < piece
+        scratch = torch.empty_like(self.span(0, piece)) if overlaps else None
         for done in range(0, move.size, piece):
             count = min(piece, move.size - done)
             chunk = self.span(move.source + done, count)
-            # Through a copy where source and target of one chunk overlap.
-            chunk = chunk if move.source - move.target >= count else chunk.clone()
+            chunk = chunk if scratch is None else scratch[:count].copy_(chunk)
             self.span(move.target + done, count).copy_(chunk)
         self.allocator.relocate(move)

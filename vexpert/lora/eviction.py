@@ -228,9 +228,13 @@ class HostPolicy:
         """
         return not self.files or self.fits(self.files + nbytes)
 
-    def lasting_bytes(self) -> int:
-        """Bytes of what no file could give back."""
-        return sum(v.life.host_bytes for v in self._copies if v.source.folder is None)
+    def lasting_bytes(self, but_leaving: bool) -> int:
+        """Bytes of what no file could give back; `but_leaving`: nor leaves with its requests."""
+        return sum(
+            version.life.host_bytes
+            for version in self._copies
+            if version.source.folder is None and not (but_leaving and version.life.is_retired)
+        )
 
     def victims(self, nbytes: int) -> list[Version]:
         """Copies to drop so that `nbytes` fit beside files that are being read.
@@ -273,7 +277,7 @@ def may_leave_host(version: Version) -> bool:
 
 def may_wait_for_host(version: Version) -> bool:
     """Whether a read may wait until others leave: somebody wants it."""
-    return version.life.holds > 0 or version.is_pinned
+    return version.life.holds > 0 or (version.is_pinned and not version.life.is_retired)
 
 
 def is_in_use(version: Version, device: DevicePolicy) -> bool:

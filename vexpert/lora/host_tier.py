@@ -90,25 +90,27 @@ class HostTier:
         self._threads.tend()
 
     def warm(self) -> None:
-        """A load may come: have a process ready for it."""
+        """A load may come: have a process ready for it, if the system has room for one now."""
         if self.readers is not None:
-            self.readers.warm()
+            try:
+                self.readers.warm()
+            except OSError as error:  # of files or processes there are too many: a load says so
+                logger.warning("no process to read adapters with can be started yet: %s", error)
 
     def wait(self, version: Version) -> None:
         """Until the read of `version` has ended, one way or the other."""
         with self.changed:
-            self.changed.wait_for(lambda: version.life.state is not State.LOADING)
+            while not self.changed.wait_for(
+                lambda: version.life.state is not State.LOADING, RECHECK
+            ):
+                self._threads.tend()  # where no step does: nobody else may be served now
 
     # ---- loader threads
 
     def _read(self, version: Version) -> tuple[HostCopy, float]:
         began = time.perf_counter()
         allocate = functools.partial(self._allocate, version)
-        host = self._load(version, allocate)
-        with self.changed:
-            if version.life.files not in (None, host.files):  # its template was read meanwhile
-                raise changed(version.source)
-        return host, time.perf_counter() - began
+        return self._load(version, allocate), time.perf_counter() - began
 
     def read_template(self, version: Version) -> tuple[ChatTemplate, Fingerprint]:
         """The chat template of a version that nobody has read, and the state of its files."""
@@ -137,7 +139,7 @@ class HostTier:
         def book(nbytes: int) -> None:
             nonlocal held
             with self.changed:
-                self._check_budget(held + nbytes, " while its files are read")
+                self._check_budget(version, held + nbytes, " while its files are read")
                 self._make_room(nbytes)
                 while not held and not self.policy.may_read(nbytes):
                     self._wait_for_room(version)
@@ -157,7 +159,7 @@ class HostTier:
         nbytes = elements * dtype.itemsize
         with self.changed:
             self._check_size(version, nbytes)
-            self._check_budget(nbytes)
+            self._check_budget(version, nbytes)
             while not self._make_room(nbytes):
                 self._wait_for_room(version)
             self.policy.book(nbytes)
@@ -178,9 +180,13 @@ class HostTier:
             raise AdapterError("host memory is full of adapters in use; load it again")
         self.changed.wait(RECHECK)
 
-    def _check_budget(self, nbytes: int, when: str = "") -> None:
-        """Raise AdapterError if `nbytes` never fit beside what no file could give back."""
-        kept, budget = self.policy.lasting_bytes(), self.policy.budget
+    def _check_budget(self, version: Version, nbytes: int, when: str = "") -> None:
+        """Raise AdapterError if `nbytes` never fit beside what no file could give back.
+
+        A load, which may come from who steps the engine, does not wait for others' requests either.
+        """
+        kept = self.policy.lasting_bytes(but_leaving=version.life.is_served)
+        budget = self.policy.budget
         if nbytes + kept > budget:
             rest = f", {kept} of them under adapters loaded from tensors" if kept else ""
             raise AdapterError(
@@ -204,6 +210,8 @@ class HostTier:
         error: BaseException | None,
     ) -> None:
         with self.changed:
+            if result is not None and version.life.files not in (None, result[0].files):
+                result, error = None, changed(version.source)  # its template was read meanwhile
             if result is not None:
                 self._take(version, *result)
             else:
@@ -219,6 +227,7 @@ class HostTier:
             for warning in host.warnings:
                 logger.warning("adapter %s: %s", version.ref.name, warning)
         version.life.end_read(host, seconds)
+        version.source.forget_tensors()
         self.loads += 1
         self.load_seconds += seconds
 

@@ -12,6 +12,10 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from vexpert.log import get_logger
+
+logger = get_logger(__name__)
+
 THREADS = 2  # that read at once; each packs with threads of its own
 MOST_THREADS = 16  # together with those that are stuck
 STUCK_AFTER = 5.0  # seconds at one job
@@ -37,6 +41,7 @@ class LoaderPool:
         self._idle = 0
         self._busy: dict[int, float] = {}  # thread ident -> when it began its job, monotonic
         self._started = 0
+        self._is_told = False  # that a thread cannot be started
 
     def submit(
         self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]
@@ -65,9 +70,16 @@ class LoaderPool:
     def _start_missing(self) -> None:
         alive = self._started
         wanted = min(len(self._queue) - self._idle, self._threads - (alive - self._stuck()))
-        for _ in range(min(wanted, self._most - alive)):
-            self._started += 1
-            threading.Thread(target=self._run, name="vexpert-loader", daemon=True).start()
+        try:
+            for _ in range(min(wanted, self._most - alive)):
+                threading.Thread(target=self._run, name="vexpert-loader", daemon=True).start()
+                self._started += 1
+        except RuntimeError as error:  # the system has no room for one; `tend` tries again
+            if not self._is_told:
+                logger.warning("adapters wait for a thread that reads them: %s", error)
+            self._is_told = True
+        else:
+            self._is_told = False
 
     def _run(self) -> None:
         try:

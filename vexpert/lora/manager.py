@@ -124,10 +124,11 @@ class AdapterManager:
             with self._lock:
                 version.life.holds -= 1
                 self._versions.end_load(name)
-                if version.life.error is None:
+                if version.life.state is State.HOST:
                     self._commit(version)
-                else:
+                else:  # it was refused, or Ctrl-C came while it was read
                     version.life.is_retired = True
+                    self._device.policy.unpin(version)
                     self._free_if_retired(version)
         if version.life.error is not None:
             raise AdapterError(version.life.error)
@@ -150,12 +151,10 @@ class AdapterManager:
         """
         check_name(name, self._reserved)
         check_switches(load_inplace=load_inplace, pinned=pinned)
-        check_switches(load_inplace=load_inplace, pinned=pinned)
         source = Source(check_path(path), lora_B_layout)
-        with self._lock:
-            version = self._versions.begin_load(name, source, load_inplace, pinned)
         self._host.warm()
         with self._lock:
+            version = self._versions.begin_load(name, source, load_inplace, pinned)
             self._versions.end_load(name)
             if pinned:
                 self._check_size(version, 0)
@@ -175,6 +174,15 @@ class AdapterManager:
             if drain_seconds is not None and version.life.holds:
                 self._endings.end_after(version, drain_seconds)
             self._retire(version, is_replaced=False)
+
+    def unload_version(self, ref: AdapterRef) -> bool:
+        """`unload` for `ref` alone: False, and nothing, if its name means another one by now."""
+        with self._lock:
+            version = self._versions.find(ref.name)
+            if version is None or version.ref != ref:
+                return False
+            self._retire(version, is_replaced=False)
+            return True
 
     def is_loading(self, name: str) -> bool:
         """Whether somebody loads or registers `name` just now."""
@@ -357,6 +365,7 @@ class AdapterManager:
         former = self._versions.find(name)
         if former is not None:
             self._retire(former, is_replaced=True)
+        version.life.is_served = True
         self._versions.add(version)
         self._use(version)
         if version.is_pinned:

@@ -51,6 +51,11 @@ class Source:
     def folder(self) -> Path | None:
         return self.place if isinstance(self.place, Path) else None
 
+    def forget_tensors(self) -> None:
+        """They are packed: let go of the memory of whoever gave them."""
+        if isinstance(self.place, AdapterTensors):
+            self.place.tensors.clear()
+
     def observe(self) -> "Fingerprint":
         """What tells one state of the files from another; empty without files."""
         return () if self.folder is None else observe(self.folder)

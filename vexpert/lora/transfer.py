@@ -77,13 +77,17 @@ class Copier:
         self._thread: threading.Thread | None = None
         weakref.finalize(self, self._jobs.put, None)
 
-    def start(self, transfer: "ThreadTransfer") -> None:
-        """Copy `transfer` when those before it are done."""
+    def start(self) -> None:
+        """Have the thread. RuntimeError where the system has no room for one."""
         if self._thread is None:
-            self._thread = threading.Thread(
+            thread = threading.Thread(
                 target=_serve, args=(self._jobs, self._device), name="vexpert-copier", daemon=True
             )
-            self._thread.start()
+            thread.start()
+            self._thread = thread
+
+    def put(self, transfer: "ThreadTransfer") -> None:
+        """Copy `transfer` when those before it are done; `start` comes first."""
         self._jobs.put(transfer)
 
 
@@ -109,9 +113,10 @@ class ThreadTransfer:
     def advance(self, limit: int) -> int:
         self._limit = limit
         if self._ready is None:
+            self._copier.start()
             # Kernels of earlier steps may still read what lay here before.
             self._ready = torch.cuda.current_stream(self._target.device).record_event()
-            self._copier.start(self)
+            self._copier.put(self)
         if self._error is not None:
             raise self._error
         return 0

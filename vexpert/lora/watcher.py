@@ -12,21 +12,18 @@ Who has a name that others load and unload too:
 | the folder's own is unloaded | nothing, until the folder changes |
 """
 
-import os
 import threading
 import time
 import weakref
 from collections import deque
-from collections.abc import Iterator
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
-from vexpert.lora.adapter_config import CONFIG_NAME
-from vexpert.lora.source import FILE_TYPES, Fingerprint, file_state
+from vexpert.lora.source import Fingerprint
 from vexpert.lora.types import AdapterRef
-from vexpert.lora.watched_folder import check_folder, leads_back
+from vexpert.lora.watched_folder import Look, check_folder, look
 
 if TYPE_CHECKING:
     from vexpert.lora.manager import AdapterManager
@@ -48,7 +45,7 @@ class Watcher:
         self._pending: dict[str, Fingerprint] = {}  # new or changed in the scan before
         self._lost: deque[tuple[AdapterRef, bool]] = deque()  # since the last scan, by `lose`
         self._unreadable = False
-        self._loops: set[Path] = set()  # that the log has told of
+        self._loops: frozenset[Path] = frozenset()  # that the log has told of
         manager.on_loss = self.lose
 
     def lose(self, ref: AdapterRef, is_replaced: bool) -> None:
@@ -62,11 +59,12 @@ class Watcher:
         found = self._look()
         if manager is None or found is None:
             return
-        for name in [name for name in self._served if name not in found]:
-            self._gone(manager, name)
+        for name in [name for name in self._served if name not in found.adapters]:
+            if not found.may_hold(self.folder / name):
+                self._gone(manager, name)
         pending = self._pending
         self._pending = {}
-        for name, (path, state) in found.items():
+        for name, (path, state) in found.adapters.items():
             if name in self._served and self._served[name][0] == state:
                 continue
             if is_first or pending.get(name) == state:
@@ -83,18 +81,17 @@ class Watcher:
         # The manager keeps the watcher, the thread keeps neither.
         threading.Thread(target=_run, args=arguments, name="vexpert-lora-dir", daemon=True).start()
 
-    def _look(self) -> dict[str, tuple[Path, Fingerprint]] | None:
-        """Adapter folders by name; None while the folder cannot be read: nothing changes then."""
+    def _look(self) -> Look | None:
+        """What the folder holds; None while it cannot be read: nothing changes then."""
         try:
-            links = {link for link in _links(self.folder) if leads_back(self.folder, link)}
-            self._tell_loops(links)
-            found = {name: (path, files) for name, path, files in _adapters(self.folder, links)}
+            found = look(self.folder)
         except OSError as error:
             if not self._unreadable:
                 logger.warning("lora_dir %s cannot be read, and is kept: %s", self.folder, error)
             self._unreadable = True
             return None
         self._unreadable = False
+        self._tell_loops(found.loops)
         return found
 
     def _serve(self, manager: "AdapterManager", name: str, path: Path, state: Fingerprint) -> None:
@@ -153,7 +150,7 @@ class Watcher:
                 )
                 self._served[ref.name] = (state, None)
 
-    def _tell_loops(self, links: set[Path]) -> None:
+    def _tell_loops(self, links: frozenset[Path]) -> None:
         for link in sorted(links - self._loops):
             logger.warning("lora_dir: %s leads back to the folder it is in: left out", link)
         self._loops = links
@@ -161,9 +158,8 @@ class Watcher:
     def _gone(self, manager: "AdapterManager", name: str) -> None:
         _, mine = self._served.pop(name)
         self._behind.discard(name)
-        if mine is not None and _newest(manager, name) == mine:
+        if mine is not None and manager.unload_version(mine):
             logger.info("lora_dir: %s was removed: its requests finish", name)
-            manager.unload(name)
 
 
 def _newest(manager: "AdapterManager", name: str) -> AdapterRef | None:
@@ -174,58 +170,6 @@ def _newest(manager: "AdapterManager", name: str) -> AdapterRef | None:
         return None
 
 
-def _links(folder: Path) -> list[Path]:
-    with os.scandir(folder) as entries:
-        return [folder / e.name for e in entries if not e.name.startswith(".") and e.is_symlink()]
-
-
-def _adapters(folder: Path, without: set[Path]) -> Iterator[tuple[str, Path, Fingerprint]]:
-    """(name, path, files) of the adapters in `folder`, and of those one level further down.
-
-    But for the folders `without`.
-    """
-    for entry in _folders(folder):
-        if entry in without:
-            continue
-        files = _files(entry)
-        if files:
-            yield entry.name, entry, files
-            continue
-        for inner in _folders_of_tenant(entry):
-            files = _files(inner)
-            if files:
-                yield f"{entry.name}/{inner.name}", inner, files
-
-
-def _folders(folder: Path) -> list[Path]:
-    with os.scandir(folder) as entries:
-        names = [e.name for e in entries if not e.name.startswith(".") and e.is_dir()]
-    return [folder / name for name in sorted(names)]
-
-
-def _folders_of_tenant(folder: Path) -> list[Path]:
-    try:
-        return _folders(folder)
-    except OSError:
-        return []  # removed meanwhile, or not ours to read: the others go on
-
-
-def _files(folder: Path) -> Fingerprint:
-    """Names, sizes and times of an adapter's files; empty: no adapter, or none that is whole."""
-    found, names = [], set()
-    try:
-        with os.scandir(folder) as entries:
-            for entry in entries:
-                if os.path.splitext(entry.name)[1] in FILE_TYPES:
-                    stat = entry.stat()
-                    names.add(entry.name)
-                    found.append(file_state(entry.name, stat))
-    except OSError:
-        return ()  # removed while it was looked at, or not ours to read
-    has_weights = any(not name.endswith((".json", ".jinja")) for name in names)
-    return tuple(sorted(found)) if CONFIG_NAME in names and has_weights else ()
-
-
 def _run(watcher: "weakref.ref[Watcher]", interval: float) -> None:
     seconds = 0.0
     while True:
@@ -234,7 +178,10 @@ def _run(watcher: "weakref.ref[Watcher]", interval: float) -> None:
         if alive is None:
             return
         began = time.perf_counter()
-        alive.scan()
+        try:
+            alive.scan()
+        except Exception:
+            logger.exception("lora_dir: a look met an unexpected error; the next one follows")
         seconds = time.perf_counter() - began
         del alive
 

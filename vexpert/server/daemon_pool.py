@@ -25,7 +25,10 @@ class DaemonPool:
         self._is_closed = False
 
     def submit(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
-        """Run `function(*arguments)` soon; its outcome. Cancelled at once after `close`."""
+        """Run `function(*arguments)` soon; its outcome. Cancelled at once after `close`.
+
+        Raises RuntimeError where the system has no room for a first thread.
+        """
         future: Future[T] = Future()
         with self._lock:
             if self._is_closed:
@@ -34,10 +37,18 @@ class DaemonPool:
             self._waiting.append((future, function, arguments))
             if len(self._waiting) > self._idle and self._threads < self._size:
                 name = f"{self._name}-{self._threads}"
-                threading.Thread(target=self._run, name=name, daemon=True).start()
-                self._threads += 1
+                self._start(name)
             self._lock.notify()
         return future
+
+    def _start(self, name: str) -> None:
+        try:
+            threading.Thread(target=self._run, name=name, daemon=True).start()
+            self._threads += 1
+        except RuntimeError:
+            if not self._threads:  # else one of those that are there does it
+                self._waiting.pop()
+                raise
 
     def close(self) -> None:
         """Cancel what waits; threads end after what they do now, and are not waited for."""

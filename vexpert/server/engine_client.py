@@ -43,7 +43,7 @@ QUEUE_SECONDS = 90  # for a constraint to be compiled, with those before it
 LAST_WORDS = 10.0  # seconds between the end of the connection and that of the engine
 STOP_SECONDS = 5.0  # for the engine to end by itself
 KILL_SECONDS = 60.0  # for a killed engine to be gone; one that waits for a dead device may stay
-MAX_ADAPTER_CALLS = 256  # loads and unloads that run or wait
+MAX_LOADS = 256  # that run or wait
 
 
 class AsyncEngine:
@@ -76,7 +76,7 @@ class AsyncEngine:
         self._modules = {module.name: module for module in host.modules}
         self._step_timeout = step_timeout
         self._heartbeat: Heartbeat | None = None  # of the engine that runs
-        self._adapter_calls = 0  # loads and unloads that run or wait
+        self._loads = 0  # that run or wait
         self._is_stopping = False
         self._is_hurried = False  # the engine is killed, not asked to end
         self._link: Link | None = None
@@ -220,14 +220,14 @@ class AsyncEngine:
 
         `lazy`: it is only registered. Options: lora_B_layout, load_inplace, pinned.
         """
-        info = read_info(await self._call_adapter("load", name, path, lazy, options))
+        info = read_info(await self._load(name, path, lazy, options))
         kept = {key: value for key, value in options.items() if key != "load_inplace"}
         self._modules[name] = LoraModule(name, path, lazy=lazy, **kept)
         return info
 
     async def unload_adapter(self, name: str, *, drain_seconds: float | None = None) -> None:
         """Unload an adapter. Raises AdapterNotFoundError."""
-        await self._call_adapter("unload", name, drain_seconds)
+        await self._call("unload", name, drain_seconds)  # however many loads hang
         self._modules.pop(name, None)
 
     async def adapter_folder(self, name: str) -> str | None:
@@ -276,15 +276,14 @@ class AsyncEngine:
     async def _call(self, method: str, *arguments: Any) -> Any:
         return await self._connected().call("call", method, arguments)
 
-    async def _call_adapter(self, method: str, *arguments: Any) -> Any:
-        if self._adapter_calls >= MAX_ADAPTER_CALLS:
-            message = f"{MAX_ADAPTER_CALLS} loads and unloads run or wait; try again later"
-            raise OverloadedError(message)
-        self._adapter_calls += 1
+    async def _load(self, *arguments: Any) -> Any:
+        if self._loads >= MAX_LOADS:
+            raise OverloadedError(f"{MAX_LOADS} loads run or wait; try again later")
+        self._loads += 1
         try:
-            return await self._call(method, *arguments)
+            return await self._call("load", *arguments)
         finally:
-            self._adapter_calls -= 1
+            self._loads -= 1
 
     def _step(self, entries: list[Any]) -> None:
         now = time.perf_counter()

@@ -35,6 +35,7 @@ logger = get_logger(__name__)
 
 IDLE_CHECK = 5.0  # seconds without work after which the engine's integrity is checked, once
 ADAPTER_CALLS = 16  # at once, each waiting for a disk most of the time
+NAME_CALLS = 2  # at once, of those that wait for none
 TEMPLATE_READS = 4  # at once
 SEND_BUFFER = 2**22  # bytes; the system may grant less
 
@@ -71,6 +72,7 @@ class EngineLoop:
         self._is_idle = True
         self._constraints = Constraints(self._reply)
         self._calling = DaemonPool(ADAPTER_CALLS, "vexpert-adapter-call")
+        self._naming = DaemonPool(NAME_CALLS, "vexpert-name-call")
         self._reading = DaemonPool(TEMPLATE_READS, "vexpert-template-file")
         self._progress: dict[int, Progress] = {}  # by key; of the engine's thread alone
         self._keys: dict[str, int] = {}
@@ -109,6 +111,7 @@ class EngineLoop:
         finally:
             self._constraints.close()
             self._calling.close()
+            self._naming.close()
             self._reading.close()
         for progress in self._progress.values():
             engine.abort(progress.request_id)
@@ -152,7 +155,7 @@ class EngineLoop:
         elif message[0] == "call" and message[2] == "adapter_template":
             self._tell_template(*message[1:])
         elif message[0] == "call" and message[2] in BESIDE:
-            self._calling.submit(self._answer, *message[1:])
+            self._submit(self._naming if _reads_nothing(message) else self._calling, *message[1:])
         else:
             with self._wake:
                 self._commands.append(message)
@@ -167,7 +170,17 @@ class EngineLoop:
         if is_known:
             self._answer(call, method, arguments)
         else:
-            self._reading.submit(self._answer, call, method, arguments)
+            self._submit(self._reading, call, method, arguments)
+
+    def _submit(self, pool: DaemonPool, call: int, method: str, arguments: list[Any]) -> None:
+        """Answer on a thread of `pool`; the reading thread goes on where there can be none."""
+        try:
+            pool.submit(self._answer, call, method, arguments)
+        except RuntimeError as error:
+            refusal = OverloadedError(
+                f"the engine has no thread for this: {error}; try again later"
+            )
+            self.send("reply", call, error_fields(refusal), None)
 
     def _answer(self, call: int, method: str, arguments: list[Any]) -> None:
         """Run a method and reply; any thread."""
@@ -243,6 +256,12 @@ class EngineLoop:
 def _load(engine: EngineProtocol, name: str, path: str, lazy: bool, options: Any) -> Any:
     call = engine.register_adapter if lazy else engine.load_adapter
     return info_fields(call(name, path, **options))
+
+
+def _reads_nothing(message: Message) -> bool:
+    """Whether a call about an adapter waits for no file: no load that hangs may hold it up."""
+    _, _, method, arguments = message
+    return bool(method == "unload" or arguments[2])  # a lazy load
 
 
 def _unload(engine: EngineProtocol, name: str, drain_seconds: float | None) -> None:

@@ -108,9 +108,7 @@ class Metrics:
         return family
 
     def _requests(self) -> Iterator[Any]:
-        by_reason: dict[str, int] = {"stop": 0, "length": 0, "abort": 0}
-        for (_, reason), count in list(self._recorder.requests.items()):
-            by_reason[reason] = by_reason.get(reason, 0) + count
+        by_reason = {"stop": 0, "length": 0, "abort": 0} | self._recorder.ended
         family = CounterMetricFamily(
             "vllm:request_success",
             "Completions ended, by reason",

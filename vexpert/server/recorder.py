@@ -44,7 +44,8 @@ class Recorder:
     first_token: Histogram = field(default_factory=lambda: Histogram(FIRST_TOKEN))
     between_tokens: Histogram = field(default_factory=lambda: Histogram(BETWEEN_TOKENS))
     whole_request: Histogram = field(default_factory=lambda: Histogram(WHOLE_REQUEST))
-    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # adapter, finish reason
+    ended: Counter[str] = field(default_factory=Counter)  # completions by finish reason
+    requests: Counter[tuple[str, str]] = field(default_factory=Counter)  # the same by adapter too
     prompt_tokens: Counter[str] = field(default_factory=Counter)
     generation_tokens: Counter[str] = field(default_factory=Counter)
     first_tokens: Counter[str] = field(default_factory=Counter)  # requests that got one
@@ -70,6 +71,7 @@ class Recorder:
     def finished(self, tracker: Tracker, reasons: list[str], now: float) -> None:
         """A request ended, each of its completions for one of `reasons`."""
         for reason in reasons:
+            self.ended[reason] += 1
             self.requests[self.labels.of(tracker.adapter), reason] += 1
         self.whole_request.observe(now - tracker.arrival)
 
