@@ -34,6 +34,7 @@ lint: .venv/.dev
 
 types: .venv/.dev
 	.venv/bin/mypy
+	.venv/bin/mypy --config-file tests/mypy.ini
 
 # Two processes of one thread each: threads of two test processes would wait for one another.
 # What failed runs again alone, and must pass: a machine that others use can hold a test up for

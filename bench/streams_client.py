@@ -14,6 +14,7 @@ import sys
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from typing import Any
 
 OK, EVENT, LENGTH = b"HTTP/1.1 200 OK\r\n", b"data: {", b'"finish_reason":"length"'
@@ -78,7 +79,7 @@ async def _run(port: int, path: str, bodies: list[bytes], at_once: int) -> list[
     for _ in range(min(at_once, len(bodies))):
         done: asyncio.Future[None] = loop.create_future()
         _, connection = await loop.create_connection(
-            lambda done=done: Connection(path, bodies, done),  # type: ignore[misc]
+            partial(Connection, path, bodies, done),
             *("127.0.0.1", port),
         )
         connections.append(connection)

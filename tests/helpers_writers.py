@@ -22,6 +22,7 @@ from vexpert.lora.types import (
 )
 
 Tensors = dict[str, torch.Tensor]
+Pair = tuple[torch.Tensor, torch.Tensor]  # A and B
 PREFIX = "base_model.model."
 
 COMMON = {
@@ -276,14 +277,9 @@ def gpt_oss_4bit_keys(weights: AdapterWeights, targets: TargetMap) -> Tensors:
     """Unsloth's 4-bit gpt-oss: a Linear for each expert, gate_up in one, rows interleaved."""
     tensors: Tensors = {}
     for target in experts_of(targets):
-        found = _found(weights, target)
-        assert found.gate is not None
-        assert found.down is not None
+        pairs = _stacked(weights, target)
         for expert in range(target.num_experts):
-            for name, a, b in (
-                ("gate_up_projs", found.gate.a, _gate_up_b(target, found)),
-                ("down_projs", found.down.a, found.down.b),
-            ):
+            for name, (a, b) in zip(("gate_up_projs", "down_projs"), pairs, strict=True):
                 path = f"{PREFIX}{target.path}.{name}.{expert}"
                 tensors[f"{path}.lora_A.weight"] = a[expert]
                 tensors[f"{path}.lora_B.weight"] = b[expert]
@@ -294,15 +290,20 @@ def packed_keys(weights: AdapterWeights, targets: TargetMap) -> Tensors:
     """Megatron-Bridge's packed names with stacked tensors: experts.gate_up_proj, down_proj."""
     tensors: Tensors = {}
     for target in experts_of(targets):
-        found = _found(weights, target)
-        assert found.gate is not None
-        assert found.down is not None
-        path = f"{PREFIX}{target.path}"
-        tensors[f"{path}.gate_up_proj.lora_A"] = found.gate.a
-        tensors[f"{path}.gate_up_proj.lora_B"] = _gate_up_b(target, found)
-        tensors[f"{path}.down_proj.lora_A"] = found.down.a
-        tensors[f"{path}.down_proj.lora_B"] = found.down.b
+        pairs = _stacked(weights, target)
+        for name, (a, b) in zip(("gate_up_proj", "down_proj"), pairs, strict=True):
+            path = f"{PREFIX}{target.path}.{name}"
+            tensors[f"{path}.lora_A"], tensors[f"{path}.lora_B"] = a, b
     return tensors
+
+
+def _stacked(weights: AdapterWeights, target: ExpertsTarget) -> tuple[Pair, Pair]:
+    """(A, B) of gate_up and of down, all experts' [E, ...]."""
+    found = _found(weights, target)
+    assert found.gate is not None
+    assert found.down is not None
+    gate_up = found.gate.a, _gate_up_b(target, found)
+    return gate_up, (found.down.a, found.down.b)
 
 
 def _found(weights: AdapterWeights, target: ExpertsTarget) -> ExpertsFactors:

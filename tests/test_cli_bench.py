@@ -194,8 +194,7 @@ def test_the_demo_is_measured_with_its_adapters(
         assert result["model"] == DEMO_NAME
         counts = [(c["batch"], c["adapters"]) for c in result["cells"] if c["server"] == "lora"]
         assert counts == [(1, 0), (1, 1), (8, 0), (8, 4)]
-        mixed = {tuple(sorted(set(run.adapters))) for run in made.runs if None not in run.adapters}
-        assert ("reverse", "shift", "sort", "upper") in mixed
+        assert {"reverse", "shift", "sort", "upper"} in [set(run.adapters) for run in made.runs]
         assert "vLLM" not in shown  # nobody else's figures are of this model
         assert "floor" not in shown.splitlines()[1]
 

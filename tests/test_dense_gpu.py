@@ -5,6 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from helpers_dense import Packed, make_packed
+from helpers_graphs import capture
 from helpers_lora import TOLERANCE, bits, relative_error
 
 from vexpert.kernels.common import can_use_pdl
@@ -82,14 +83,7 @@ def test_no_launch_waits_for_another(rows: int) -> None:
 def test_a_graph_follows_new_slots_tables_and_inputs(rows: int) -> None:
     """Nothing of the capture is remembered; replays are equal bit for bit."""
     case, dtype = make(rows, torch.bfloat16), torch.bfloat16
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        run(case, True)
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        y = run(case, True)
+    graph, y = capture(lambda: run(case, True))
     for turn in range(1, 4):
         case.x.copy_(torch.randn_like(case.x))
         case.slots.copy_(torch.randint(-1, case.num_slots, (rows,), device="cuda"))

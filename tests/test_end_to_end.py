@@ -1,7 +1,6 @@
 """The demo model with its adapters, through the Python API: real files, real engine."""
 
 import random
-from collections.abc import Iterator
 
 import pytest
 from helpers_demo import NAMES, expected, random_words
@@ -21,7 +20,7 @@ def make_llm(**options: object) -> LLM:
 
 
 @pytest.fixture(scope="module")
-def llm() -> Iterator[LLM]:
+def llm() -> LLM:
     return make_llm()
 
 

@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from helpers_engine import EOS, VOCAB, greedy, make_engine, manager_of, run_all, run_one
+from helpers_engine import EOS, VOCAB, FakeModel, greedy, make_engine, manager_of, run_all, run_one
 
 from vexpert.engine.engine import Engine
 from vexpert.engine.outputs import RequestOutput
@@ -268,6 +268,7 @@ def test_stats_count() -> None:
 def test_base_steps_have_no_view_and_mixed_steps_name_active_slots() -> None:
     engine = make_engine()
     model = engine._runner._model
+    assert isinstance(model, FakeModel)
     model.record = True
     for number, adapter in enumerate([None, "red", None, "green"]):
         engine.add_request(str(number), None, PROMPT[: number + 1], greedy(2 + 2 * (number == 0)))

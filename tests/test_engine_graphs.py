@@ -12,6 +12,7 @@ import numpy as np
 import pytest
 import torch
 from helpers_engine import EagerCapturer, greedy, make_engine, manager_of, run_all
+from helpers_graphs import WAYS_TO_SERVE
 from helpers_mixed import alone, facts, random_work, together
 
 from vexpert.engine import graphs
@@ -49,15 +50,7 @@ def test_sizes_rise_to_the_most_rows_and_waste_little(most: int) -> None:
     assert len(graph_sizes(256)) <= 36
 
 
-CASES = {
-    "roomy": {"num_blocks": 64},
-    "tiny chunks": {"max_num_batched_tokens": 5},
-    "few blocks": {"num_blocks": 18},
-    "few blocks, one slot": {"num_blocks": 18, "num_slots": 1, "max_num_batched_tokens": 7},
-    "no prefix cache": {"enable_prefix_caching": False, "num_blocks": 20},
-    "block of one": {"block_size": 1, "num_blocks": 70},
-    "five rows": {"max_num_seqs": 5},
-}
+CASES = WAYS_TO_SERVE | {"five rows": {"max_num_seqs": 5}}
 
 
 @pytest.mark.parametrize("name", CASES)

@@ -9,6 +9,7 @@ from helpers_engine import FakeManager, greedy, make_engine, manager_of
 from helpers_mixed import Work, alone, facts, random_work, together
 
 from vexpert.engine import block_pool, request
+from vexpert.lora.types import Wait
 
 TIGHT = {"num_blocks": 18}  # one full-length sequence takes 16
 CASES = {
@@ -88,7 +89,7 @@ def test_planted_blocks_shared_between_adapters(monkeypatch: pytest.MonkeyPatch)
 def test_planted_wrong_slot(monkeypatch: pytest.MonkeyPatch) -> None:
     right = FakeManager.acquire
 
-    def wrong(self: FakeManager, ref: Any) -> int | None:
+    def wrong(self: FakeManager, ref: Any) -> int | Wait:
         slot = right(self, ref)
         return 0 if slot == 1 and 0 in self.in_slot else slot
 

@@ -5,7 +5,7 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from helpers_engine import VOCAB, greedy, make_engine, manager_of, run_all
+from helpers_engine import VOCAB, FakeModel, greedy, make_engine, manager_of, run_all
 from helpers_server import FakeEngine, RunningServer, make_fake_engine, serving
 from safetensors.torch import load_file
 
@@ -110,11 +110,13 @@ def test_generate_raises_and_names_the_adapter() -> None:
 
 def test_unused_places_of_a_block_table_belong_to_the_sequence() -> None:
     engine = make_engine()
-    engine.model.record = True
+    model = engine.model
+    assert isinstance(model, FakeModel)
+    model.record = True
     engine.add_request("long", None, [5] * 30, greedy(4))
     engine.add_request("short", None, [6] * 3, greedy(4))
     run_all(engine)
-    both = [step.block_tables for step in engine.model.steps if len(step.block_tables) == 2]
+    both = [step.block_tables for step in model.steps if len(step.block_tables) == 2]
     assert len(both) >= 3
     assert all(not set(table[0].tolist()) & set(table[1].tolist()) for table in both)
 

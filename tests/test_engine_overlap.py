@@ -6,6 +6,7 @@ from typing import Any
 import pytest
 import torch
 from helpers_engine import EOS, EagerCapturer, greedy, make_engine, manager_of, run_all
+from helpers_graphs import WAYS_TO_SERVE
 from helpers_mixed import alone, facts, random_work, together
 
 from vexpert.engine import flight
@@ -15,15 +16,7 @@ from vexpert.engine.sampling_params import SamplingParams
 
 PROMPT = [5, 9, 2, 30, 7, 8]
 NAN = float("nan")
-CASES = {
-    "roomy": {"num_blocks": 64},
-    "tiny chunks": {"max_num_batched_tokens": 5},
-    "few blocks": {"num_blocks": 18},
-    "few blocks, one slot": {"num_blocks": 18, "num_slots": 1, "max_num_batched_tokens": 7},
-    "no prefix cache": {"enable_prefix_caching": False, "num_blocks": 20},
-    "block of one": {"block_size": 1, "num_blocks": 70},
-    "two at a time": {"max_num_seqs": 2},
-}
+CASES = WAYS_TO_SERVE | {"two at a time": {"max_num_seqs": 2}}
 
 
 def overlapped(graphs: bool = True, **options: Any) -> Engine:

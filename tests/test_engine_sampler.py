@@ -242,13 +242,15 @@ def test_extreme_seeds_work(seed: int) -> None:
     assert 0 <= Sampler(0).sample(torch.zeros(1, 4), [row]).token_ids[0] < 4
 
 
-def test_a_masked_token_is_never_drawn_at_the_ends_of_the_interval() -> None:
+def test_a_masked_token_is_never_drawn_at_the_ends_of_the_interval(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
     logits = torch.tensor([[-INF, 0.0, -INF, 0.0, -INF]])
     row = state()
     for u in (0.0, 0.5, 1.0 - 2**-50):
-        sampler = Sampler(0)
-        sampler._uniforms = lambda rows, u=u: torch.tensor([u], dtype=torch.float64)
-        assert sampler.sample(logits, [row]).token_ids[0] in (1, 3)
+        uniform = torch.tensor([u], dtype=torch.float64)
+        monkeypatch.setattr(Sampler, "_uniforms", lambda self, rows, u=uniform: u)
+        assert Sampler(0).sample(logits, [row]).token_ids[0] in (1, 3)
 
 
 def test_greedy_takes_the_first_of_equals() -> None:

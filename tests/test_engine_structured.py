@@ -3,6 +3,7 @@
 import json
 import os
 import re
+import signal
 import time
 from typing import Any
 
@@ -169,30 +170,36 @@ def test_options_that_contradict_the_grammar_end_the_request_with_the_cause(llm:
     assert not llm.engine.has_unfinished()
 
 
-@pytest.mark.parametrize(
-    ("kind", "seconds", "told"),
-    [
-        ({"grammar": "root ::= root{3}"}, 60, "compiler cannot take it"),
-        ({"json": {"type": "string", "pattern": "^([a-z]{500}){500}$"}}, 0, "simplify it"),
-    ],
-)
-def test_what_kills_or_stalls_the_compiler_is_refused(
-    llm: LLM, kind: Any, seconds: float, told: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    with monkeypatch.context() as patched:
-        patched.setattr("vexpert.engine.grammar_probe.SECONDS", seconds)
-        with pytest.raises(RequestError, match=told):
-            llm.generate("x", SamplingParams(structured_outputs=kind))
+def compiling_process(llm: LLM, grammar: str) -> int:
+    """Of the compiler of `llm`, which compiled `grammar` and is idle now."""
+    llm.generate("x", constrained(grammar=grammar))
+    _, _, probe = llm.engine._grammars._made
+    assert probe._process is not None
+    return int(probe._process.pid)
+
+
+def test_what_kills_the_compiler_is_refused(llm: LLM) -> None:
+    with pytest.raises(RequestError, match="compiler cannot take it"):
+        llm.generate("x", constrained(grammar="root ::= root{3}"))
     again = llm.generate("x", constrained(grammar='root ::= [ab] "c"'))  # by a new process
     assert text_of(again[0]) in ("ac", "bc")
 
 
+def test_what_stalls_the_compiler_is_refused(llm: LLM, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that is stopped never answers, however late this process looks."""
+    stalled = compiling_process(llm, 'root ::= [ab] "f"')
+    os.kill(stalled, signal.SIGSTOP)
+    with monkeypatch.context() as patched:
+        patched.setattr("vexpert.engine.grammar_probe.SECONDS", 0)
+        with pytest.raises(RequestError, match="compiling takes more than 0 seconds; simplify it"):
+            llm.generate("x", constrained(grammar='root ::= [ab] "g"'))
+    assert compiling_process(llm, 'root ::= [ab] "h"') != stalled
+
+
 def test_a_process_that_died_idle_tells_nothing_about_the_next_constraint(llm: LLM) -> None:
-    llm.generate("x", constrained(grammar='root ::= [ab] "d"'))
-    _, _, probe = llm.engine._grammars._made
-    assert probe._process is not None
-    probe._process.kill()
-    os.waitid(os.P_PID, probe._process.pid, os.WEXITED | os.WNOWAIT)
+    died = compiling_process(llm, 'root ::= [ab] "d"')
+    os.kill(died, signal.SIGKILL)
+    os.waitid(os.P_PID, died, os.WEXITED | os.WNOWAIT)
     assert text_of(llm.generate("x", constrained(grammar='root ::= [ab] "e"'))[0]) in ("ae", "be")
 
 

@@ -1,5 +1,6 @@
 """Tokens to text: whole characters only, stop strings across tokens, nothing shown too early."""
 
+import functools
 import random
 from collections.abc import Callable
 from typing import Any
@@ -232,6 +233,7 @@ def word_tokenizer(**options: object) -> PreTrainedTokenizerFast:
 def test_a_plain_tokenizer_is_decoded_without_its_wrapper(skip: bool) -> None:
     tokenizer = word_tokenizer(clean_up_tokenization_spaces=False)
     decode = find_decode(tokenizer, skip)
+    assert isinstance(decode, functools.partial)
     assert decode.func == tokenizer.backend_tokenizer.decode
     ids = [1, 2, 0, 4, 3]
     assert decode(ids) == tokenizer.decode(ids, skip_special_tokens=skip)
@@ -240,12 +242,13 @@ def test_a_plain_tokenizer_is_decoded_without_its_wrapper(skip: bool) -> None:
 
 def test_a_tokenizer_that_changes_what_it_decodes_keeps_its_wrapper() -> None:
     class Loud(PreTrainedTokenizerFast):
-        def _decode(self, token_ids: list[int], **options: object) -> str:
-            return super()._decode(token_ids, **options).upper()
+        def _decode(self, *args: Any, **options: Any) -> str:
+            return super()._decode(*args, **options).upper()
 
     cleans = word_tokenizer(clean_up_tokenization_spaces=True)
     loud = Loud(tokenizer_object=cleans.backend_tokenizer, eos_token="<end>")
     for tokenizer in (cleans, loud, BYTES):
         decode = find_decode(tokenizer, True)
+        assert isinstance(decode, functools.partial)
         assert decode.func == tokenizer.decode
     assert find_decode(loud, True)([1, 2]) == loud.decode([1, 2]) == "ONE TWO"

@@ -1,5 +1,7 @@
 """What the file holds and the config leaves out: PEFT would drop it, so it is refused, or told."""
 
+from typing import Any
+
 import pytest
 import torch
 from helpers_writers import (
@@ -33,7 +35,7 @@ def read(tmp_path, keys, **config):
     return read_adapter(folder, TARGETS, supported=frozenset(EXTRAS))
 
 
-MEANS_LESS = {
+MEANS_LESS: dict[str, tuple[Any, dict[str, Any], str]] = {
     "names": (
         ATTENTION,
         {"target_modules": ["q_proj", "k_proj"]},

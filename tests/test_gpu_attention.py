@@ -1,12 +1,12 @@
 """Paged attention on a GPU: every mask and width, and graphs that follow lengths and tables."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers_attention import Case, Sizes, make_case, moved, worst_row_error
+from helpers_graphs import capture
 
 from vexpert.kernels.paged_types import AttentionBatch
 from vexpert.ops.attention import paged_attention, write_cache
@@ -59,19 +59,6 @@ def test_heads(dtype: torch.dtype, sizes: Sizes, lens: list[tuple[int, int]]) ->
     assert worst_row_error(attend(case), case.expected()) < LIMITS[dtype]
 
 
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`call` in a graph, after a warm-up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 def test_a_graph_follows_lengths_and_tables() -> None:
     """One capture with a bound of 2000 keys; then other lengths, blocks, and padding."""
     bound, width = 2000, 130
@@ -94,7 +81,7 @@ def test_a_graph_follows_lengths_and_tables() -> None:
     def fresh() -> torch.Tensor:
         return attend(replace(static, batch=replace(static.batch, _arrivals={})), out)
 
-    graph = captured(fresh)
+    graph, _ = capture(fresh)
     for case in [*cases, moved(cases[1], 9)]:
         batch = static.batch
         batch.kv_lens.copy_(case.batch.kv_lens)
@@ -115,7 +102,7 @@ def test_write_cache_in_a_graph() -> None:
     key = torch.randn(6, 4, 128, device="cuda", dtype=torch.bfloat16)
     value, rows = torch.randn_like(key), torch.tensor([3, -1, 7, 0, -1, 5], device="cuda")
     keys, values = (torch.zeros(9, 4, 128, device="cuda", dtype=key.dtype) for _ in range(2))
-    graph = captured(lambda: write_cache(key, value, rows, keys, values))
+    graph, _ = capture(lambda: write_cache(key, value, rows, keys, values))
     key[2, 1, 5], value[0, 0, 0] = float("nan"), float("inf")
     rows.copy_(torch.tensor([1, 2, 8, -1, 4, -1]))
     keys.zero_(), values.zero_()

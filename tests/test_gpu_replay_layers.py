@@ -9,6 +9,7 @@ from vexpert.engine.engine import Engine
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.kernels.replay import Replays
 from vexpert.models.fused_layer import FusedLayer
+from vexpert.models.served import TransformersModel
 
 pytestmark = pytest.mark.gpu
 
@@ -28,7 +29,9 @@ def make_engine(models: Models) -> Engine:
 
 def entries(engine: Engine) -> dict[Any, Any]:
     """The programs of the model's layers."""
-    forwards = [getattr(module, "forward", None) for module in engine.model.model.modules()]
+    served = engine.model
+    assert isinstance(served, TransformersModel)
+    forwards = [getattr(module, "forward", None) for module in served.model.modules()]
     layers = [forward for forward in forwards if isinstance(forward, FusedLayer)]
     return layers[0].replayed._shared.replays._entries
 

@@ -40,15 +40,15 @@ def numbers(draw: st.DrawFn) -> Any:
     return schema
 
 
-strings = st.sampled_from(
-    [
-        {"minLength": 1, "maxLength": 3},
-        {"maxLength": 0},
-        {"pattern": "^[a-c]+$"},
-        {"pattern": '["x]'},
-    ]
-    + [{"format": kind} for kind in ("date", "time", "email", "uuid", "ipv4", "uri", "hostname")]
-).map(lambda more: {"type": "string", **more})
+TEXT_FORMATS = ("date", "time", "email", "uuid", "ipv4", "uri", "hostname")
+OF_STRINGS: list[dict[str, Any]] = [
+    {"minLength": 1, "maxLength": 3},
+    {"maxLength": 0},
+    {"pattern": "^[a-c]+$"},
+    {"pattern": '["x]'},
+    *({"format": kind} for kind in TEXT_FORMATS),
+]
+strings = st.sampled_from(OF_STRINGS).map(lambda more: {"type": "string", **more})
 
 
 @st.composite

@@ -170,8 +170,8 @@ def test_write_cache(heads: int, d: int, dv: int) -> None:
     reference_write_cache(key, value, rows, *caches[0])
     launch_write(key, value, rows, *caches[1])
     # as transformers passes them: [Hkv, T, d]
-    turned = [x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value)]
-    write_cache(*turned, rows, *caches[2])
+    turned, other = (x.transpose(0, 1).contiguous().transpose(0, 1) for x in (key, value))
+    write_cache(turned, other, rows, *caches[2])
     for cache in caches:
         assert torch.equal(cache[0], caches[0][0])
         assert torch.equal(cache[1], caches[0][1])

@@ -7,9 +7,13 @@ import pytest
 import torch
 
 from vexpert.engine.decode_rows import RowArrays, buffer_size, row_bounds
-from vexpert.engine.grammar import unpack
 from vexpert.engine.logit_adjust import Changes
-from vexpert.kernels.adjust_logits import change_logits, mask_rows
+from vexpert.kernels.adjust_logits import (
+    change_logits,
+    mask_rows,
+    reference_change_logits,
+    reference_mask_rows,
+)
 from vexpert.kernels.argmax import Scratch, argmax_rows, reference_argmax_rows
 from vexpert.kernels.decode_inputs import decode_inputs
 from vexpert.kernels.embed import embed
@@ -170,12 +174,8 @@ def test_changes_of_single_logits(count: int, device: str) -> None:
     where = rng.permutation(logits.numel())[:count]
     changes = Changes(where // 100, where % 100, rng.uniform(0.3, 3, count), rng.normal(size=count))
     changes.shifts[::5] = INF
-    want = logits.clone()
-    index = torch.from_numpy(changes.rows), torch.from_numpy(changes.tokens)
-    factor, shift = (torch.from_numpy(each).float() for each in changes[2:])
-    values = want[index]
-    want[index] = torch.where(values > 0, values / factor, values * factor) - shift
-    got = logits.to(device)
+    want, got = logits.clone(), logits.to(device)
+    reference_change_logits(want, *map(torch.from_numpy, changes))
     change_logits(got, changes.packed().to(device))
     assert torch.equal(got.cpu().nan_to_num(77.0), want.nan_to_num(77.0))
 
@@ -188,8 +188,7 @@ def test_masks_of_rows(vocab: int, device: str) -> None:
     mask = torch.randint(-(2**31), 2**31, (3, words), generator=generator).to(torch.int32)
     logits = special_rows(vocab, torch.float32)
     rows = torch.tensor([11, 0, 7])
-    want = logits.clone()
-    want[rows] = want[rows].masked_fill(~unpack(mask, vocab), -INF)
-    got = logits.to(device)
+    want, got = logits.clone(), logits.to(device)
+    reference_mask_rows(want, rows, mask)
     mask_rows(got, rows.to(device), mask.to(device), block=64 if vocab < 1000 else 4096)
     assert torch.equal(got.cpu().nan_to_num(77.0), want.nan_to_num(77.0))

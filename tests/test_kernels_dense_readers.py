@@ -67,9 +67,9 @@ def test_heads(name: str, rope: Rope, kind: str, rank: int) -> None:
 
     def rotate(given: torch.Tensor, left: DenseDelta | None) -> tuple[torch.Tensor, ...]:
         cache = torch.zeros(20, KV_HEADS, WIDTH), torch.zeros(20, KV_HEADS, WIDTH)
-        parts = given.split(SIZES, 1)
+        q, k, v = given.split(SIZES, 1)
         how = heads, rope, (angles.cos(), angles.sin()), rows, cache
-        return rope_write(*parts, *how, rest=left), *cache
+        return rope_write(q, k, v, *how, rest=left), *cache
 
     got, alone = rotate(y, rest), rotate(y, None)
     for ours, want in zip(got, rotate(case.reference(True), None), strict=True):

@@ -91,7 +91,8 @@ def rotate(
     """Queries, and the cache after it."""
     cache = [torch.zeros(90, KV_HEADS, WIDTH, dtype=given.dtype) for _ in range(2)]
     both = cache[0], cache[1]
-    all_of_it = (*given.split(SIZES, 1), *how, angles_of(given), rows, both)
+    q, k, v = given.split(SIZES, 1)
+    all_of_it = q, k, v, *how, angles_of(given), rows, both
     if rest.tile is None:
         return rope_write(*all_of_it, rest=rest), *both
     return rope_tiles(*all_of_it, rest), *both
@@ -157,6 +158,8 @@ def test_float16_rounds_as_row_by_row(kind: str) -> None:
     case = make_step(16, (48,) if kind == "norm" else SIZES, torch.float16)
     y, rest = deferred(case, ReaderTile(16, heads=2, columns=16))
     rows = replace(rest, tile=None)
+    got: tuple[torch.Tensor, ...]
+    want: tuple[torch.Tensor, ...]
     if kind == "norm":
         norm, residual = Norm(None, 48, 1e-5, "plain"), torch.randn(len(y), 48).half()
         got = norm_tiles(y, residual, norm, 1.0, rest)

@@ -3,7 +3,7 @@
 import re
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -140,15 +140,35 @@ def test_a_stuck_read_holds_up_nobody_else(
 
 
 def test_stuck_threads_are_replaced_up_to_a_limit() -> None:
-    pool, go = LoaderPool(threads=2, most=4, stuck_after=0.02), threading.Event()
+    """Whoever is at a job counts as stuck at once, however quick or slow this machine is."""
+    pool, go = LoaderPool(threads=2, most=4, stuck_after=0), threading.Event()
     done: list[object] = []
-    for _ in range(3):
-        pool.submit(lambda: go.wait(60), lambda result, error: done.append(error))
-    pool.submit(lambda: "free", lambda result, error: done.append(result))
-    wait_for(lambda: (pool.tend(), done == ["free"])[1])
+
+    def tend_until(condition: Callable[[], bool]) -> None:
+        def holds() -> bool:
+            pool.tend()
+            return condition()
+
+        wait_for(holds)
+
+    def submit(work: Callable[[], object], count: int = 1) -> None:
+        for _ in range(count):
+            pool.submit(work, lambda result, error: done.append(result))
+
+    submit(lambda: go.wait(60), 3)
+    submit(lambda: "free")
+    tend_until(lambda: done == ["free"])
     assert pool.counts()[1] == 3
+    submit(lambda: go.wait(60))
+    submit(lambda: "last")
+    tend_until(lambda: pool.counts()[2] == 4)
+    pool.tend()
+    assert pool.counts() == (1, 4, 4)
+    assert pool._started == 4  # no fifth is on its way either
     go.set()
-    wait_for(lambda: len(done) == 4)
+    wait_for(lambda: len(done) == 6)
+    assert done[0] == "free"
+    assert sorted(map(str, done[1:])) == ["True", "True", "True", "True", "last"]
 
 
 def test_loader_threads_are_daemons_and_end_when_idle(monkeypatch: pytest.MonkeyPatch) -> None:

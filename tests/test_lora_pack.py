@@ -89,10 +89,12 @@ def test_experts_that_vary_fastest_in_memory() -> None:
     pool, weights = make_pool(), adapter(TARGETS, seed=0, rank=3, kind="separate")
     modules = dict(weights.modules)
     for path in ("experts", "ungated"):
-        down = modules[path].down  # type: ignore[union-attr]
-        b = down.b.permute(1, 2, 0).contiguous().permute(2, 0, 1)
+        factors = modules[path]
+        assert isinstance(factors, ExpertsFactors)
+        assert factors.down is not None
+        b = factors.down.b.permute(1, 2, 0).contiguous().permute(2, 0, 1)
         assert b.stride(0) == 1
-        modules[path] = replace(modules[path], down=replace(down, b=b))
+        modules[path] = replace(factors, down=replace(factors.down, b=b))
     slot = install(pool, AdapterWeights(modules))
     assert largest_error(pool, slot, TARGETS, weights) < 1e-6
 

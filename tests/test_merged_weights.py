@@ -109,9 +109,9 @@ def test_a_mixed_batch_equals_merged_models(
         llm.load_adapter(name, str(tmp_path / name))
     prompts = random_sequences(6, 20, seed=5)
     names = ["one", None, "two", "one", "two", None]
-    for got, ids, name in zip(served_log_probs(llm, prompts, names), prompts, names, strict=True):
-        want = log_probs(merged[name], ids)
-        assert relative_error(got, want) < LIMIT, name
+    for got, ids, used in zip(served_log_probs(llm, prompts, names), prompts, names, strict=True):
+        want = log_probs(merged[used], ids)
+        assert relative_error(got, want) < LIMIT, used
     # what an adapter changes is far above the tolerance, so a row that got another's would show
     differences = [
         relative_error(log_probs(merged["one"], ids), log_probs(merged[other], ids))

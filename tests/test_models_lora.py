@@ -25,7 +25,15 @@ from vexpert.lora.types import (
     TargetMap,
 )
 
-MODELS = ("qwen3_moe", "gpt_oss", "deepseek_v2", "deepseek_v3", "llama4_text", "phimoe", "dots1")
+MODELS: tuple[str, ...] = (
+    "qwen3_moe",
+    "gpt_oss",
+    "deepseek_v2",
+    "deepseek_v3",
+    "llama4_text",
+    "phimoe",
+    "dots1",
+)
 MODELS += ("ernie4_5_moe", "granitemoe", "minimax_m2", "mixtral", "olmoe", "qwen2_moe", "glm4_moe")
 
 

@@ -8,6 +8,7 @@ from dataclasses import replace
 
 import pytest
 import torch
+from helpers_graphs import capture
 from helpers_lora import TOLERANCE, assert_delta, bits, relative_error
 from helpers_lora_cases import SHAPES, make_case, run, zeros_for
 from helpers_moe import Flags, Hooks, make_layer, naive
@@ -31,14 +32,7 @@ GRAPH_RUNS += [(name, "triton-classic") for name in GRAPH_CASES if name != "base
 
 def replay(call: Callable[[], None], reset: Callable[[], None]) -> None:
     """Warm up on a side stream, capture `call`, reset its output, replay."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
+    graph, _ = capture(call)
     reset()
     graph.replay()
     torch.cuda.synchronize()

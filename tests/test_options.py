@@ -71,7 +71,8 @@ def good(spec: Field) -> list[Any]:
 
 def bad(spec: Field) -> list[Any]:
     """Values that no such field may have."""
-    kind, values = kind_of(spec), [[1], {1}, b"a"]
+    kind = kind_of(spec)
+    values: list[Any] = [[1], {1}, b"a"]
     values += [] if NoneType in types_of(spec) else [None]
     if kind in (int, float):
         low, high = bounds_of(spec)

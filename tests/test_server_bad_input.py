@@ -392,7 +392,7 @@ def test_probes_may_ask_for_the_head_alone(server: RunningServer, path: str) -> 
 
 def test_messages_do_not_repeat_what_is_long(server: RunningServer) -> None:
     long = "x" * 1_000_000
-    for path, body in [
+    requests: list[tuple[str, dict[str, Any]]] = [
         (TEXT, {"model": long, "prompt": "x"}),
         (CHAT, {"model": long, "messages": HELLO}),
         ("/v1/load_lora_adapter", {"lora_name": "q", "lora_path": long}),
@@ -409,7 +409,8 @@ def test_messages_do_not_repeat_what_is_long(server: RunningServer) -> None:
         (CHAT, {"model": BASE, "messages": HELLO, "metadata": {long: 1}}),
         (CHAT, {"model": BASE, "messages": [{**HELLO[0], "content": "x", long: 1}]}),
         (CHAT, {"model": BASE, "messages": HELLO, "tool_choice": long}),
-    ]:
+    ]
+    for path, body in requests:
         response = server.post(path, json=body)
         assert response.status_code in (200, 400, 404), response.text[:200]
         assert len(response.text) < 2_000, (path, list(body)[-1][:20])

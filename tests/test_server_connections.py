@@ -29,7 +29,7 @@ LONG = {"model": BASE, "prompt": "x", "ignore_eos": True, "max_tokens": 200, "st
 
 
 @contextlib.contextmanager
-def half_open(url: str, count: int) -> Iterator[list[object]]:
+def half_open(url: str, count: int) -> Iterator[list[socket.socket]]:
     with contextlib.ExitStack() as stack:
         found = [stack.enter_context(connect(url)) for _ in range(count)]
         for each in found:
@@ -112,7 +112,7 @@ def test_a_failed_accept_is_told_once_and_tried_again(
     failures = iter(range(20))
 
     class Failing(acceptor.Acceptor):
-        async def _accept(self) -> object:
+        async def _accept(self) -> socket.socket:
             if next(failures, None) is not None:
                 raise OSError(24, "Too many open files")
             return await super()._accept()

@@ -100,7 +100,7 @@ def test_a_refusal_is_the_engines_own_error(
         with pytest.raises(error, match=told) as caught:
             await submit(engine, "a", **options)
         assert type(caught.value) is error
-        if error is RequestError:
+        if isinstance(caught.value, RequestError):
             assert caught.value.param in ("seed", "stop_token_ids", "logit_bias", "n")
         assert engine.num_sequences == 0
         engine.abort("a")  # harmless
@@ -223,6 +223,8 @@ def test_stop_fails_what_runs_and_ends_the_thread() -> None:
     before = engines()  # of hosts that other tests of the module share
     with thread_host() as host:
         asyncio.run(scenario(host))
+        assert isinstance(host, EngineThread)
+        assert isinstance(host.engine, FakeEngine)
         assert host.engine.requests == {}
     assert engines() <= before
 

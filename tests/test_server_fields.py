@@ -102,7 +102,8 @@ SHARED: dict[str, Rule] = {
     "guided_choice": Honoured(["a", "b"], lambda p: p.constraint.choice == ["a", "b"]),
     "guided_grammar": Honoured('root ::= "a"', lambda p: p.constraint.kind == "grammar"),
 }
-CHAT_RULES: dict[str, Rule] = SHARED | {
+CHAT_RULES: dict[str, Rule] = {
+    **SHARED,
     "messages": Honoured(
         [{"role": "user", "content": [{"type": "text", "text": "word"}]}],
         in_answer=lambda a: text_of(a) == "word",
@@ -129,7 +130,9 @@ CHAT_RULES: dict[str, Rule] = SHARED | {
     "modalities": Neutral(["text"], (["text", "audio"],)),
     "prompt_cache_retention": Neutral("in_memory", ("24h",)),
     "reasoning_effort": Neutral("none", ("low", "high")),
-    "response_format": Honoured({"type": "json_object"}, lambda p: p.constraint.json_object),
+    "response_format": Honoured(
+        {"type": "json_object"}, lambda p: p.constraint.json_object is True
+    ),
     "service_tier": Neutral("auto", ("flex",)),
     "store": Neutral(False, (True,)),
     "tool_choice": Honoured(

@@ -26,7 +26,11 @@ from vexpert.server.options import ServerOptions
 from vexpert.server.run import run
 
 BODY: dict[str, Any] = {"model": BASE, "prompt": "x", "ignore_eos": True}
-PATIENCE = {"CLOSE_SECONDS": 60, "HURRIED_SECONDS": 60.0, "LAST_RESORT_SECONDS": 120.0}
+PATIENCE: dict[str, Any] = {
+    "CLOSE_SECONDS": 60,
+    "HURRIED_SECONDS": 60.0,
+    "LAST_RESORT_SECONDS": 120.0,
+}
 
 
 @contextlib.contextmanager

@@ -12,7 +12,7 @@ CHAT, TEXT = "/v1/chat/completions", "/v1/completions"
 
 def events(server: RunningServer, path: str, **fields: Any) -> list[dict[str, Any]]:
     """Chunks of a stream whose form is checked."""
-    words = {"messages": [{"role": "user", "content": "héllo"}]}
+    words: dict[str, Any] = {"messages": [{"role": "user", "content": "héllo"}]}
     words = words if path == CHAT else {"prompt": "héllo"}
     response = server.post(path, json={"model": BASE, "stream": True, **words, **fields})
     assert response.status_code == 200, response.text

@@ -37,7 +37,7 @@ def test_a_call_comes_back_in_openais_shape(fake: RunningServer) -> None:
     with fake.client() as client:
         messages: Any = [{"role": "user", "content": f"Well. {CALL}"}]
         answer = client.chat.completions.create(model=BASE, messages=messages, tools=TOOLS)
-        chunks = list(
+        chunks: list[Any] = list(
             client.chat.completions.create(
                 model=BASE, messages=messages, tools=TOOLS, stream=True, logprobs=True
             )

@@ -34,6 +34,7 @@ class Parser(argparse.ArgumentParser):
         options = {"formatter_class": HelpFormatter, "allow_abbrev": False, **options}
         super().__init__(*args, **options)
 
+    # argparse's overloads take namespaces of any class; ours are its own.
     def parse_known_args(  # type: ignore[override]
         self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
     ) -> tuple[argparse.Namespace, list[str]]:

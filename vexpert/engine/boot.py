@@ -5,14 +5,16 @@ from typing import Any
 
 import torch
 
-from vexpert.config import EngineConfig
+from vexpert.config import EngineConfig, allocating
 from vexpert.demo import DEMO_NAME, is_demo
 from vexpert.engine.adapters import AdapterSource, NoAdapters
 from vexpert.engine.admission import parse_weights
+from vexpert.engine.block_pool import BlockPool
 from vexpert.engine.capture import Capturer, CudaCapturer
 from vexpert.engine.graph_buffers import GraphBuffers
 from vexpert.engine.graphs import MOST_LORA_GRAPHS, DecodeGraphs, graph_sizes
-from vexpert.engine.memory import MIB, CacheBudget
+from vexpert.engine.memory import MIB, CacheBudget, decide_cache
+from vexpert.engine.scheduler import Scheduler
 from vexpert.errors import ConfigError
 from vexpert.log import get_logger
 from vexpert.lora.watched_folder import check_lora_dir
@@ -119,6 +121,39 @@ def graph_reserve(graphs: DecodeGraphs | None, config: EngineConfig) -> int:
     count = len(graphs.sizes) + (MOST_LORA_GRAPHS if config.enable_lora else 0)
     logger.info("CUDA graphs: %.1f MiB reserved for up to %d", count * GRAPH_BYTES / MIB, count)
     return count * GRAPH_BYTES
+
+
+def make_cache(
+    config: EngineConfig, model: ServedModel, max_model_len: int, reserved: int
+) -> CacheBudget:
+    """The KV cache of `model`, allocated; `reserved`: bytes of the device to leave free."""
+    cache = decide_cache(config, model.info, max_model_len, reserved)
+    size = cache.num_blocks * cache.block_bytes
+    with allocating(
+        f"a KV cache of {size} bytes ({cache.reason})",
+        "lower kv_cache_memory, gpu_memory_utilization or max_num_seqs",
+    ):
+        model.allocate_cache(cache.num_blocks, config.block_size)
+    return cache
+
+
+def make_scheduler(
+    config: EngineConfig,
+    adapters: AdapterSource,
+    num_blocks: int,
+    tokens_per_step: int,
+    weights: dict[str, float],
+) -> Scheduler:
+    """The scheduler of `num_blocks` blocks; `weights`: the shares by tenant."""
+    return Scheduler(
+        BlockPool(num_blocks, config.block_size),
+        adapters,
+        max_num_seqs=config.max_num_seqs,
+        max_num_batched_tokens=tokens_per_step,
+        enable_prefix_caching=config.enable_prefix_caching,
+        max_requests_per_lora=config.max_requests_per_lora,
+        weights=weights,
+    )
 
 
 def decide_max_model_len(config: EngineConfig, info: ModelInfo) -> int:

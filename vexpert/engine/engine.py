@@ -9,10 +9,9 @@ from typing import Any
 
 import torch
 
-from vexpert.config import EngineConfig, allocating
+from vexpert.config import EngineConfig
 from vexpert.engine import boot
 from vexpert.engine.adapters import AdapterSource
-from vexpert.engine.block_pool import BlockPool
 from vexpert.engine.capture import Capturer
 from vexpert.engine.completion import Completer, request_output
 from vexpert.engine.detokenizer import Detokenizer
@@ -21,14 +20,13 @@ from vexpert.engine.flight import Flight, may_overlap
 from vexpert.engine.grammar import Grammars, Matcher
 from vexpert.engine.grammar_probe import always
 from vexpert.engine.logprobs import token_logprobs
-from vexpert.engine.memory import decide_cache
 from vexpert.engine.outputs import EngineStats, RequestOutput
 from vexpert.engine.request import Request, Sequence, State
 from vexpert.engine.runner import Runner, StepResult
 from vexpert.engine.sampler import NO_TOKEN, Sampled, Sampler
 from vexpert.engine.sampler_state import SamplerState
 from vexpert.engine.sampling_params import SamplingParams
-from vexpert.engine.scheduler import Chunk, Scheduler
+from vexpert.engine.scheduler import Chunk
 from vexpert.engine.validation import check_params, check_prompt
 from vexpert.engine.warmup import WarmUp, warm_up
 from vexpert.errors import AdapterNotFoundError, RequestError
@@ -69,22 +67,10 @@ class Engine:
         self._adapters = boot.make_adapters(config, model) if adapters is None else adapters
         graphs = boot.make_graphs(config, model, self._adapters, self.max_model_len, capturer)
         reserved = boot.graph_reserve(graphs, config)
-        cache = decide_cache(config, model.info, self.max_model_len, reserved)
-        size = cache.num_blocks * cache.block_bytes
-        with allocating(
-            f"a KV cache of {size} bytes ({cache.reason})",
-            "lower kv_cache_memory, gpu_memory_utilization or max_num_seqs",
-        ):
-            model.allocate_cache(cache.num_blocks, config.block_size)
+        cache = boot.make_cache(config, model, self.max_model_len, reserved)
         tokens_per_step = config.tokens_per_step(model.info.device.type)
-        self.scheduler = Scheduler(
-            BlockPool(cache.num_blocks, config.block_size),
-            self._adapters,
-            max_num_seqs=config.max_num_seqs,
-            max_num_batched_tokens=tokens_per_step,
-            enable_prefix_caching=config.enable_prefix_caching,
-            max_requests_per_lora=config.max_requests_per_lora,
-            weights=weights,
+        self.scheduler = boot.make_scheduler(
+            config, self._adapters, cache.num_blocks, tokens_per_step, weights
         )
         self._runner = Runner(model, self._adapters, config.block_size, graphs)
         self._sampler = Sampler(config.seed)

@@ -35,7 +35,7 @@ class HostCopy(Landing):
 class Largest(NamedTuple):
     """The first likeliest token of each row of logits [n, V], or -1, int64."""
 
-    tokens: torch.Tensor  # [n], on the device
+    tokens: torch.Tensor  # [n] int64, on the device
     landing: Landing  # of the same on the host
 
 

@@ -3,6 +3,7 @@
 from collections.abc import Collection
 from dataclasses import replace
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import torch
 
@@ -17,6 +18,9 @@ from vexpert.lora.report import AdapterReport, file_facts, file_rows, module_row
 from vexpert.lora.site_extras import plan_extras
 from vexpert.lora.source import check_path
 from vexpert.lora.types import AdapterWeights, TargetMap
+
+if TYPE_CHECKING:
+    from vexpert.models.outline import Outline
 
 
 def inspect_adapter(
@@ -42,13 +46,23 @@ def inspect_adapter(
     from vexpert.models.outline import read_outline
 
     config = EngineConfig.from_options(model=model, **options)
-    outline = read_outline(config)
+    return _placed(report, folder, read_outline(config), config.max_lora_rank, lora_B_layout)
+
+
+def _placed(
+    report: AdapterReport,
+    folder: Path,
+    outline: "Outline",
+    max_rank: int,
+    lora_B_layout: str | None,
+) -> AdapterReport:
+    """`report` with how the adapter in `folder` would be placed in the model of `outline`."""
     report = replace(report, model=outline.name)
     try:
         weights = read_adapter(
             folder,
             outline.targets,
-            max_rank=config.max_lora_rank,
+            max_rank=max_rank,
             lora_B_layout=lora_B_layout,
             supported=SUPPORTED,
             model_names=model_names(outline.name),

@@ -39,7 +39,10 @@ def _change_kernel(logits, rows, tokens, amounts, count, stride, BLOCK: tl.const
 
 
 def change_logits(logits: torch.Tensor, entries: torch.Tensor) -> None:
-    """Change `logits` in place, see above."""
+    """Change `logits` [n, V] float32 in place at `entries` [3, m] int64.
+
+    No launch if m is 0. Reference: `reference_change_logits`.
+    """
     check_matrix("logits", logits)
     assert logits.dtype == torch.float32, logits.dtype
     assert entries.shape[0] == 3, entries.shape
@@ -60,6 +63,19 @@ def change_logits(logits: torch.Tensor, entries: torch.Tensor) -> None:
         )
 
 
+def reference_change_logits(
+    logits: torch.Tensor,
+    rows: torch.Tensor,
+    tokens: torch.Tensor,
+    factors: torch.Tensor,
+    shifts: torch.Tensor,
+) -> None:
+    """The same in PyTorch, of entries that are not packed."""
+    factor, shift = factors.float(), shifts.float()
+    v = logits[rows, tokens]
+    logits[rows, tokens] = torch.where(v > 0, v / factor, v * factor) - shift
+
+
 @direct_launch
 @triton.jit
 def _mask_kernel(
@@ -77,7 +93,10 @@ def _mask_kernel(
 def mask_rows(
     logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor, block: int = BLOCK_V
 ) -> None:
-    """Change `logits` in place, see above."""
+    """Change `rows` [k] int64 of `logits` [n, V] float32 in place, by `mask` [k, words] int32.
+
+    `block`: logits of a program. No launch if k is 0. Reference: `reference_mask_rows`.
+    """
     check_matrix("logits", logits)
     count, vocab = rows.shape[0], logits.shape[1]
     words = ceil_div(vocab, 32)
@@ -88,3 +107,11 @@ def mask_rows(
         _mask_kernel[(count, ceil_div(vocab, block))](
             logits, rows, mask, logits.stride(0), VOCAB=vocab, WORDS=words, BLOCK=block
         )
+
+
+def reference_mask_rows(logits: torch.Tensor, rows: torch.Tensor, mask: torch.Tensor) -> None:
+    """The same bit by bit."""
+    for row, words in zip(rows.tolist(), mask.tolist(), strict=True):
+        for token in range(logits.shape[1]):
+            if not words[token // 32] >> token % 32 & 1:
+                logits[row, token] = float("-inf")

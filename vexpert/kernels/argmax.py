@@ -7,8 +7,8 @@ logit and its place are one integer, so that the order of the programs does not 
 
 | array | shape | holds |
 |---|---|---|
-| logits | [T, V] | columns adjacent |
-| copy | [T, V] or None | the logits again, in the same dtype |
+| logits | [T, V] float | columns adjacent |
+| copy | [T, V] float or None | the logits again; columns adjacent |
 | best | [T * S] int64 | scratch: of each row's S parts |
 | arrivals | [T] int32 | scratch; zeros before and after |
 | tokens | [T] int64 | |
@@ -40,7 +40,7 @@ NO_NUMBER: tl.constexpr = tl.constexpr(-0x7F800001)  # bits of -inf
 
 @dataclass(frozen=True)
 class Scratch:
-    """Arrays that launches use one after another."""
+    """Arrays that launches use one after another; both may be longer than a launch needs."""
 
     best: torch.Tensor
     arrivals: torch.Tensor
@@ -121,9 +121,10 @@ def argmax_rows(
     block: int = BLOCK,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`tokens` [T] int64, written in place if it is given; so are `copy` and `told`.
+    """`tokens` [T] int64 of logits [T, V]; given, it is written in place, as `copy` and `told` are.
 
-    The scratch may be another launch's once this one has ended.
+    `told` and `turn` go together. The scratch may be another launch's once this one has ended;
+    `block`: logits of a program. No launch if T is 0. Reference: `reference_argmax_rows`.
     """
     check_matrix("logits", logits)
     rows, vocab = logits.shape
@@ -142,25 +143,13 @@ def argmax_rows(
     if rows == 0:
         return tokens
     _argmax_kernel[(rows * splits,)](
-        logits,
-        logits if copy is None else copy,
-        scratch.best,
-        scratch.arrivals,
-        tokens,
-        tokens if told is None else told,
-        tokens if turn is None else turn,
-        logits.stride(0),
-        0 if copy is None else copy.stride(0),
-        0 if told is None else told.stride(0),
-        VOCAB=vocab,
-        SPLITS=splits,
-        PARTS=power_of_two(splits, 1, 1 << 16),
-        COPY=copy is not None,
-        PLACES=0 if told is None else told.shape[0],
-        BLOCK=block,
-        num_warps=power_of_two(block // 512, 1, 8),
-        **pdl_options(pdl),
-    )
+        logits, logits if copy is None else copy, scratch.best, scratch.arrivals, tokens,
+        tokens if told is None else told, tokens if turn is None else turn, logits.stride(0),
+        0 if copy is None else copy.stride(0), 0 if told is None else told.stride(0),
+        VOCAB=vocab, SPLITS=splits, PARTS=power_of_two(splits, 1, 1 << 16), COPY=copy is not None,
+        PLACES=0 if told is None else told.shape[0], BLOCK=block,
+        num_warps=power_of_two(block // 512, 1, 8), **pdl_options(pdl),
+    )  # fmt: skip
     return tokens
 
 

@@ -7,9 +7,9 @@ not stay in a block, for its next owner may multiply rows that it has not writte
 
 | array | shape | holds |
 |---|---|---|
-| key, value | [T, Hkv, d or dv] | any strides of tokens and heads |
+| key, value | [T, Hkv, d or dv] float | any strides of tokens and heads |
 | cache_rows | [T] int64 | negative: a padding row of a captured graph, not written |
-| keys, values | [rows, Hkv, d or dv] | the cache, changed in place |
+| keys, values | [rows, Hkv, d or dv] float | the cache, changed in place |
 """
 
 import torch
@@ -61,7 +61,11 @@ def write_cache(
     values: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """Change the rows `cache_rows` [T] of keys and values in place; columns are adjacent."""
+    """Change the rows `cache_rows` [T] of keys and values in place; columns are adjacent.
+
+    Every row is less than the cache has, and no two tokens have one. Reference:
+    `reference_write_cache`.
+    """
     for given, cache in ((key, keys), (value, values)):
         assert given.shape[1:] == cache.shape[1:], (tuple(given.shape), tuple(cache.shape))
         assert given.stride(2) == cache.stride(2) == 1, (given.stride(), cache.stride())

@@ -4,10 +4,10 @@ Pairs with a sentinel expert are left out, whatever y holds there. Float32 insid
 
 | array | shape | holds |
 |---|---|---|
-| y | [T * K, H] | outputs of the pairs, pair t * K + k at that row |
+| y | [T * K, H] float | outputs of the pairs, pair t * K + k at that row; contiguous |
 | experts | [T * K] int64 | their experts; a sentinel is < 0 or >= num_experts |
-| weights | [T, K] or None | routing weights; None: ones |
-| out | [T, H] | in y's dtype |
+| weights | [T, K] of any float dtype, or None | routing weights, contiguous; None: ones |
+| out | [T, H] in y's dtype | contiguous |
 """
 
 import torch
@@ -57,7 +57,7 @@ def combine(
     top_k: int,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """out [T, H], see the table above."""
+    """out [T, H] in y's dtype, of y [T * top_k, H]. Reference: `reference_combine`."""
     assert y.is_contiguous(), y.stride()
     assert weights is None or weights.is_contiguous(), weights
     tokens, width = y.shape[0] // top_k, y.shape[1]

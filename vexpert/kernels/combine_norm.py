@@ -8,11 +8,11 @@ separate launches.
 
 | array | shape | holds |
 |---|---|---|
-| y | [T * K, H] | outputs of the pairs, pair t * K + k at that row |
+| y | [T * K, H] float | outputs of the pairs, pair t * K + k at that row; contiguous |
 | experts | [T * K] int64 | their experts; a sentinel is < 0 or >= num_experts |
-| weights | [T, K] or None | routing weights; None: ones |
-| residual | [T, H] | rows any stride apart |
-| total, normed | [T, H] | contiguous |
+| weights | [T, K] of any float dtype, or None | routing weights, contiguous; None: ones |
+| residual | [T, H] in y's dtype | rows any stride apart |
+| total, normed | [T, H] in y's dtype | contiguous |
 """
 
 import torch
@@ -92,7 +92,11 @@ def combine_norm(
     norm: Norm | None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor | None]:
-    """(total, normed), both [T, H]; normed is None without a norm."""
+    """(total, normed), both [T, H] in y's dtype; normed is None without a norm.
+
+    K is the rows of y over those of residual; H at most MAX_WIDTH. References:
+    `kernels.combine.reference_combine` and `kernels.norms.reference_rms_norm`.
+    """
     check_matrix("residual", residual)
     tokens, width = residual.shape
     assert y.is_contiguous(), y.stride()
@@ -105,25 +109,12 @@ def combine_norm(
         return total, normed
     block = power_of_two(width, 16, MAX_WIDTH)
     _combine_norm_kernel[(tokens,)](
-        y,
-        experts,
-        y if weights is None else weights,
-        residual,
-        y if norm is None or norm.weight is None else norm.weight,
-        total,
-        total if normed is None else normed,
-        num_experts,
-        residual.stride(0),
-        0.0 if norm is None else norm.eps,
-        multiplier,
-        WIDTH=width,
-        TOP_K=y.shape[0] // tokens,
-        HAS_WEIGHTS=weights is not None,
-        SCALE=multiplier != 1.0,
-        NORM=norm is not None,
-        FORM="plain" if norm is None else norm.form,
-        BLOCK=block,
-        num_warps=power_of_two(block // 256, 1, 8),
-        **pdl_options(pdl),
-    )
+        y, experts, y if weights is None else weights, residual,
+        y if norm is None or norm.weight is None else norm.weight, total,
+        total if normed is None else normed, num_experts, residual.stride(0),
+        0.0 if norm is None else norm.eps, multiplier,
+        WIDTH=width, TOP_K=y.shape[0] // tokens, HAS_WEIGHTS=weights is not None,
+        SCALE=multiplier != 1.0, NORM=norm is not None, FORM="plain" if norm is None else norm.form,
+        BLOCK=block, num_warps=power_of_two(block // 256, 1, 8), **pdl_options(pdl),
+    )  # fmt: skip
     return total, normed

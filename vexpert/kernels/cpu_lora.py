@@ -1,18 +1,21 @@
 """LoRA on a CPU, one row after another, reading every factor where it lies in the arena.
 
-Formula, for row p with slot s = slots[p] and expert e = experts[p]:
+Formula, for row p with slot s = slots[p] and expert e = experts[p] (`ops.reference.lora_delta`):
   h[r]                    = sum over k of A[s, e][r, k] * x[x_row(p), k]     r < rank[s]
   y[p, start + n * step] += sum over r of h[column + r] * B^T[s, e][r, n]    for every output slice
 Rows with a negative slot or a sentinel expert are left as they are.
 
-| array   | shape         | what it holds                                                   |
-|---------|---------------|-----------------------------------------------------------------|
-| slots   | [P]           | adapter slot of each row of y, or < 0                           |
-| experts | [P]           | local expert of each row, or a sentinel; empty: expert 0        |
-| x_rows  | [P]           | row of x of each row of y; empty: the same row                  |
-| packed  | [3 + 4 m, S]  | `SiteTable.packed`: rank, a_offset, a_stride; then of each of   |
-|         |               | the m slices slice_rank, slice_column, b_offset, b_stride       |
-| parts   | [m, 3]        | start, size and step of each output slice                       |
+| array | shape | holds |
+|---|---|---|
+| x | [R, K] float32 | inputs |
+| y | [P, out] float32 | outputs, changed in place |
+| slots | [P] int64 | adapter slot of each row of y, or < 0 |
+| experts | [P] int64 | local expert of each row, or a sentinel; empty: expert 0 |
+| x_rows | [P] int64 | row of x of each row of y; empty: the same row |
+| arena | [N] float32 | factors |
+| packed | [3 + 4 m, S] int64 | `SiteTable.packed`: rank, a_offset, a_stride; then of the m slices |
+| | | all slice_rank, all slice_column, all b_offset, all b_stride |
+| parts | [m, 3] int64 | start, size and step of each output slice |
 
 Compiled by numba. A row is one thread's work from end to end, so the result does not depend on the
 number of threads. A 32-token, top-4, rank-8 layer takes 0.1 ms on two cores where the same products
@@ -59,7 +62,11 @@ def _add_row(p, x, x_rows, y, slot, expert, arena, packed, parts, h):
 
 @njit(fastmath=FAST, cache=True)
 def add_serial(x, x_rows, y, slots, experts, num_experts, arena, packed, parts):
-    """Add every row's delta to y [P, out] in place. All arrays C-contiguous."""
+    """Add every row's delta to y [P, out] float32 in place, on one thread.
+
+    All arrays of the table above, C-contiguous; `num_experts`: of this rank. Reference:
+    `ops.reference.lora_delta`.
+    """
     h = np.empty(max(1, packed[0].max()), np.float32)
     for p in range(slots.shape[0]):
         slot = slots[p]

@@ -13,7 +13,7 @@ them there itself, and counts the turns. With `own` = given[turn mod P]:
 | turn | [1] int64 | one more after the launch |
 | chosen | [M] int64 | tokens of the step before |
 | flat | [F] int64 | |
-| tables | flat int64 | of several rows that name one cell, any wins |
+| tables | [cells] int64 | of several rows that name one cell, any wins |
 | tokens | [R] int64 | R of the M rows |
 """
 
@@ -82,7 +82,10 @@ def decode_inputs(
     size: int,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """`tokens` [size]; `flat`, `tables` and `turn` change in place."""
+    """`tokens` [size] int64; `flat`, `tables` and `turn` change in place.
+
+    All contiguous; 0 < size <= M. Reference: `tests/test_kernels_decode.py: plain_inputs`.
+    """
     most = chosen.shape[0]
     assert 0 < size <= most, (size, most)
     assert given.shape[1:] == flat.shape == (FIELDS * most + 1,), (given.shape, flat.shape, most)

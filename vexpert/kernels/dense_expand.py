@@ -10,7 +10,7 @@ program takes a tile of rows, or (`by_run`) the run that starts at its position,
 | h | [PLANES, R, sites * WIDTH] float32 | see `dense_shrink` |
 | row_at, run_at, ... | | see `dense_order` |
 | table | | see `dense_tiles` |
-| y | [R, sum of sizes] | columns adjacent, rows in any stride |
+| y | [R, sum of sizes] in the arena's dtype | columns adjacent, rows any stride apart |
 """
 
 import torch
@@ -191,6 +191,23 @@ def _expand_wide_kernel(
         at = stop
 
 
+def _options(
+    factors: DenseFactors, planes: int, tile: DenseTile, pdl: bool
+) -> dict[str, int | str | tuple[int, ...]]:
+    """Constants of all three kernels, and Triton's own."""
+    return {
+        **lora_options(factors, planes, tile),
+        "SIZES": factors.sizes,
+        "COLUMN_ALIGNMENT": column_alignment(factors.sizes, tile.block_n),
+        "PRECISION": dot_precision(factors.arena.dtype),
+        "BLOCK_M": tile.block_m,
+        "BLOCK_N": tile.block_n,
+        "num_warps": tile.num_warps,
+        "num_stages": tile.num_stages,
+        **pdl_options(pdl),
+    }
+
+
 def dense_expand(
     h: torch.Tensor,
     order: RowOrder,
@@ -199,20 +216,15 @@ def dense_expand(
     y: torch.Tensor,
     pdl: bool = False,
 ) -> None:
-    """Change y [R, sum of sizes] in place, see the table above."""
+    """Change y [R, sum of sizes] in place; h as `dense_shrink` gives it.
+
+    Every adapter of `order` has a rank of at most `factors.width`. Reference:
+    `ops.reference.packed_linear`.
+    """
     check_matrix("y", y)
     assert y.dtype == factors.arena.dtype, (y.dtype, factors.arena.dtype)
     planes, rows, columns = h.shape
-    options = lora_options(factors, planes, tile) | {
-        "SIZES": factors.sizes,
-        "COLUMN_ALIGNMENT": column_alignment(factors.sizes, tile.block_n),
-        "PRECISION": dot_precision(y.dtype),
-        "BLOCK_M": tile.block_m,
-        "BLOCK_N": tile.block_n,
-        "num_warps": tile.num_warps,
-        "num_stages": tile.num_stages,
-        **pdl_options(pdl),
-    }
+    options = _options(factors, planes, tile, pdl)
     blocks = column_blocks(factors.sizes, tile.block_n)
     rest = (
         factors.arena, factors.table, y, rows, factors.num_slots, factors.site_step, columns,

@@ -10,7 +10,7 @@ import torch
 class DenseFactors:
     """Factors of one packed layer's sites: the arena and where their tables lie in it."""
 
-    arena: torch.Tensor
+    arena: torch.Tensor  # [N], in the dtype of the layer's input
     table: torch.Tensor  # [7, S] int64, of the first site
     site_step: int  # elements from one site's table to the next one's
     sizes: tuple[int, ...]  # columns of each site

@@ -6,11 +6,12 @@ of A: h[r, c] = A[site, slot of r] [c] @ x[r]. What reads y adds B h (`DenseDelt
 
 | array | shape | holds |
 |---|---|---|
-| x | [R, K] | |
-| weight | [N, K] | rows contiguous |
+| x | [R, K] float | rows any stride apart |
+| weight | [N, K] in x's dtype | rows any stride apart |
+| bias | [N] in x's dtype, or None | |
 | slots | [R] int64 | < 0: base |
 | table | | see `dense_tiles` |
-| y | [R, N] | |
+| y | [R, N] in x's dtype | contiguous |
 | h | [1, R, sites * WIDTH] float32 | zero from a site's rank on; base unwritten |
 """
 
@@ -90,7 +91,11 @@ def dense_few(
     lora: tuple[torch.Tensor, DenseFactors] | None,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, DenseDelta | None]:
-    """(y, what is still to add to it); `lora`: slots [R] of the rows and factors."""
+    """(y [R, N] in x's dtype, what is still to add to it); `lora`: (slots, factors) of the rows.
+
+    R is small, for it is part of the kernel; `can_few` holds. Reference:
+    `ops.reference.packed_linear`.
+    """
     assert can_few(x, weight), (x.shape, x.stride(), weight.stride())
     (rows, depth), columns = x.shape, weight.shape[0]
     y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)

@@ -5,13 +5,14 @@ programs may be the shrink: the others add once these have arrived.
 
 | array | shape | holds |
 |---|---|---|
-| x | [R, K] | |
-| weight | [sum of sizes, K] in any strides | |
+| x | [R, K] float | columns adjacent |
+| weight | [sum of sizes, K] in x's dtype | any strides |
+| bias | [sum of sizes] in x's dtype, or None | |
 | h | [PLANES, R, sites * WIDTH] float32 | see `dense_shrink` |
 | row_at, run_at, row_run, run_slot, counts | | see `dense_order` |
 | table | | see `dense_tiles` |
 | arrivals | [1] int32 | see `arrivals` |
-| y | [R, sum of sizes] | |
+| y | [R, sum of sizes] in x's dtype | contiguous |
 """
 
 from dataclasses import dataclass
@@ -227,7 +228,11 @@ def dense_linear(
     tile: DenseTile,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """y [R, sum of sizes], see the table above."""
+    """y [R, sum of sizes] in x's dtype, of sites with `sizes` columns each.
+
+    With `lora.shrink`, h is written too, and R is at most a tile's rows; the layer's `arrivals` are
+    zero before and after. Reference: `ops.reference.packed_linear`.
+    """
     check_matrix("x", x)
     assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
     assert sum(sizes) == weight.shape[0], (sizes, weight.shape)

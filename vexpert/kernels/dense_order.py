@@ -1,6 +1,7 @@
 """The rows of a step by adapter slot, once for all dense layers; base rows come last.
 
-Position of row i = rows of lower slots + rows of its slot before it. A *run* is the positions of
+  position of row i = rows of lower slots + rows of its slot before it
+A *run* is the positions of
 one slot; runs are numbered from 0 in the order of their slots.
 
 | array | shape | holds |
@@ -122,7 +123,10 @@ def _order_kernel(
 
 
 def order_rows(slots: torch.Tensor, num_slots: int) -> RowOrder:
-    """The arrays of the table above for slots [R], contiguous. One row launches nothing."""
+    """The arrays of the table above for slots [R] int64, contiguous, each < num_slots.
+
+    At most MAX_SLOTS slots. One row launches nothing. Reference: `reference_order`.
+    """
     assert num_slots <= MAX_SLOTS, num_slots
     assert slots.is_contiguous(), slots.stride()
     rows, device = slots.shape[0], slots.device

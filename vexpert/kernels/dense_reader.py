@@ -1,8 +1,15 @@
 """The end of a dense layer's LoRA in the kernel that reads its output, one row a program.
 
   y[r] + sum over i of h[r, i] * B^T[slot of r, i]            rounded to y's dtype; base rows: y[r]
-B's first rows are loaded before the kernel in front of this one has ended. Arrays: `DenseDelta` of
-a layer with one site.
+B's first rows are loaded before the kernel in front of this one has ended. The arrays are those of
+a `DenseDelta` of a layer with one site:
+
+| array | shape | holds |
+|---|---|---|
+| h | [PLANES, R, WIDTH] float32 | shrunk rows, see `dense_shrink` |
+| slots | [R] int64 | slot of each row; < 0: base |
+| table | [7, S] int64 | see `dense_tiles`; here rows 0, rank, and 5, B^T |
+| arena | [N] float | factors |
 """
 
 import torch

@@ -7,7 +7,7 @@ positions, whose runs it does one after another.
 
 | array | shape | holds |
 |---|---|---|
-| x | [R, K] | inputs by row |
+| x | [R, K] in the arena's dtype | inputs by row; columns adjacent |
 | row_at, slot_at, run_start, run_end | [R] int32 | see `dense_order`; IDENTITY: one row, `slots` |
 | table | | see `dense_tiles` |
 | h | [PLANES, R, sites * WIDTH] float32 | by row; zero from a site's rank on; base unwritten |
@@ -168,7 +168,11 @@ def dense_shrink(
     pdl: bool = False,
     h: torch.Tensor | None = None,
 ) -> torch.Tensor:
-    """h of x [R, K], see the table above; `h`: memory from `room_for_h`, else new."""
+    """h of x [R, K]; `h`: memory from `room_for_h`, then written in place, else new.
+
+    Tiles of rows (not `shape.by_run`) need an order of two rows or more. Reference:
+    `ops.reference.packed_linear`.
+    """
     check_matrix("x", x)
     assert x.dtype == factors.arena.dtype, (x.dtype, factors.arena.dtype)
     assert shape.by_run or not order.is_identity

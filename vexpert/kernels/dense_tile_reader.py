@@ -3,7 +3,14 @@
   y[r] + sum over i of h[r, i] * B^T[slot of r, i]            rounded to y's dtype; base rows: y[r]
 The tile's slots take turns, so each adapter's B is read once for all of its rows there, and what
 one adapter holds, NaN too, never meets another one's rows. Rows are in the step's order: most
-tiles of prompts have one slot. Arrays: `DenseDelta`.
+tiles of prompts have one slot. The arrays are those of a `DenseDelta`:
+
+| array | shape | holds |
+|---|---|---|
+| h | [PLANES, R, sites * WIDTH] float32 | shrunk rows, see `dense_shrink` |
+| slots | [R] int64 | slot of each row; < 0: base |
+| table | [7, S] int64 | see `dense_tiles`; of the site that is read |
+| arena | [N] float | factors |
 """
 
 from math import gcd

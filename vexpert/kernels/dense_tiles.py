@@ -1,10 +1,16 @@
 """What the kernels of dense layers share: the sites of a packed layer, and LoRA on a tile of rows.
 
-A packed layer's sites read one input and write adjacent columns. Their tables (rank, A, A's
-stride, slice rank, column, B, B's stride; [7, S] each) lie `site_step` elements apart; their shrunk
-rows lie side by side, WIDTH columns each, zero from the site's rank on.
-A tile's LoRA is one dot of a block-diagonal matrix of its shrunk rows with the factors of GROUP
-runs stacked, as in `moe_tiles`.
+A packed layer's sites read one input and write adjacent columns. A tile's LoRA is one dot of a
+block-diagonal matrix of its shrunk rows with the factors of GROUP runs stacked, as in `moe_items`:
+  total[m] += sum over i, r of (run of m = run i) * h[row m, r] * B^T[slot of run i, r]
+
+| array | shape | holds |
+|---|---|---|
+| table | [7, S] int64 | of a site, by slot; the next site's lies `site_step` elements on |
+| its rows 0, 1, 2 | | rank; where A [rank, K] lies in the arena; A's stride from expert to expert |
+| its rows 3, 4, 5, 6 | | rows of B^T; first shrunk column; where B^T [rank, size] lies; stride |
+| h | [PLANES, R, sites * WIDTH] float32 | shrunk rows, zero from a site's rank on |
+| row_at, run_at, row_run, run_slot, counts | | see `dense_order` |
 """
 
 from dataclasses import dataclass

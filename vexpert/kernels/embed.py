@@ -7,9 +7,9 @@
 | array | shape | holds |
 |---|---|---|
 | tokens, positions | [T] int64 | |
-| table | [V, W] | rows any stride apart |
-| hidden, normed | [T, W] | contiguous, in the table's dtype |
-| cos, sin | [T, R] | contiguous |
+| table | [V, W] float | rows any stride apart |
+| hidden, normed | [T, W] in the table's dtype | contiguous |
+| cos, sin | [T, R] in the angles' dtype | contiguous |
 """
 
 from typing import NamedTuple
@@ -28,9 +28,9 @@ from vexpert.kernels.rope_angles import Angles, store_angles
 class Embedded(NamedTuple):
     """What a step begins with."""
 
-    hidden: torch.Tensor
-    normed: torch.Tensor
-    angles: tuple[torch.Tensor, torch.Tensor] | None  # cos, sin
+    hidden: torch.Tensor  # [T, W] in the table's dtype
+    normed: torch.Tensor  # [T, W] in the table's dtype
+    angles: tuple[torch.Tensor, torch.Tensor] | None  # cos, sin [T, R] in the angles' dtype
 
 
 @direct_launch
@@ -84,7 +84,11 @@ def embed(
     angles: Angles | None = None,
     pdl: bool = False,
 ) -> Embedded:
-    """Rows of `tokens` [T]; every token must be one of the table. Positions go with angles."""
+    """hidden, normed and angles of `tokens` [T], every one of the table's, 0 ... V - 1.
+
+    W is the norm's width, at most MAX_WIDTH. Positions go with angles. References:
+    `kernels.norms.reference_rms_norm` and `kernels.rope_angles.reference_rope_angles`.
+    """
     check_matrix("table", table)
     count, width = tokens.shape[0], table.shape[1]
     assert width == norm.width <= MAX_WIDTH, (tuple(table.shape), norm.width)
@@ -103,24 +107,11 @@ def embed(
     if count:
         block = power_of_two(width, 16, MAX_WIDTH)
         _embed_kernel[(count,)](
-            tokens,
-            table,
-            table if norm.weight is None else norm.weight,
-            hidden,
-            normed,
+            tokens, table, table if norm.weight is None else norm.weight, hidden, normed,
             tokens if positions is None else positions,
-            table if angles is None else angles.frequencies,
-            cos,
-            sin,
-            table.stride(0),
-            norm.eps,
+            table if angles is None else angles.frequencies, cos, sin, table.stride(0), norm.eps,
             1.0 if angles is None else angles.scaling,
-            WIDTH=width,
-            FORM=norm.form,
-            BLOCK_W=block,
-            ANGLES=angles is not None,
-            **options,
-            num_warps=power_of_two(block // 256, 1, 8),
-            **pdl_options(pdl),
-        )
+            WIDTH=width, FORM=norm.form, BLOCK_W=block, ANGLES=angles is not None, **options,
+            num_warps=power_of_two(block // 256, 1, 8), **pdl_options(pdl),
+        )  # fmt: skip
     return Embedded(hidden, normed, None if angles is None else (cos, sin))

@@ -4,12 +4,12 @@ Rows of sentinels are not written.
 
 | array | shape | holds |
 |---|---|---|
-| x | [R, K] | inputs |
+| x | [R, K] float | inputs; columns adjacent |
 | x_rows | [P] int64 or None | row of x for each row p |
-| weight | [E, N, K] in any strides | so a transposed weight is a view |
-| bias | [E, N] or None | |
+| weight | [E, N, K] in x's dtype | any strides: a transposed weight is a view |
+| bias | [E, N] in x's dtype, or None | contiguous |
 | key, order, block_start, num_blocks | | see `blocks`; here the key is the expert |
-| y | [P, N] | the output |
+| y | [P, N] in x's dtype | the output |
 """
 
 import torch
@@ -88,7 +88,10 @@ def grouped_gemm(
     bias: torch.Tensor | None,
     blocks: Blocks,
 ) -> torch.Tensor:
-    """y [P, N] in x's dtype, see the table above; `vexpert.ops.reference` has the slow version."""
+    """y [P, N] in x's dtype; rows of sentinels are unspecified. No launch if P is 0.
+
+    Reference: `ops.reference.grouped_gemm`.
+    """
     check_matrix("x", x)
     assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
     assert bias is None or bias.is_contiguous(), bias

@@ -1,16 +1,17 @@
 """LoRA expand over virtual experts: y[p, columns of slice i] += B[i, s, e] @ h[p, c : c + r].
 
-r = slice_rank[i, s], c = slice_column[i, s]. The masked add is the epilogue: each element of y is
+r = slice_rank[i, s], c = slice_column[i, s]; slice i has columns start + i * step + stride * (0 ...
+size - 1). The masked add is the epilogue: each element of y is
 read, added to in float32, rounded and written by one program.
 
 | array | shape | holds |
 |---|---|---|
 | h | [P, max_rank] float32 | shrunk rows |
-| arena | [N] | factors; B^T of (i, s, e) at b_offset[i, s] + e * b_stride[i, s], [r, size] |
+| arena | [N] float | factors; B^T of (i, s, e) at b_offset[i, s] + e * b_stride[i, s], [r, size] |
 | slice_rank, slice_column, b_offset, b_stride | [n, S] int64 | the site's table |
 | key, order, block_start, num_blocks | | see `blocks` |
 | mask | [P] bool or None | rows that may change |
-| y | [P, out] | the output; slice i has columns start + i * step + stride * (0 ... size - 1) |
+| y | [P, out] in the arena's dtype | the output, columns adjacent |
 """
 
 from dataclasses import dataclass
@@ -120,9 +121,10 @@ def lora_expand(
     y: torch.Tensor,
     add: bool,
 ) -> None:
-    """Change rows of y in place; `table`: slice_rank, slice_column, b_offset, b_stride.
+    """Change rows of y in place; `table`: (slice_rank, slice_column, b_offset, b_stride).
 
-    Without `add`, delta replaces what y holds.
+    Without `add`, delta replaces what y holds; columns outside of `run` and rows without an adapter
+    stay. Reference: `reference_expand`.
     """
     check_matrix("h", h)
     check_matrix("y", y)
@@ -134,32 +136,13 @@ def lora_expand(
         return
     block_n = power_of_two(run.size, 16, 128)
     _expand_kernel[(blocks.max_blocks, ceil_div(run.size, block_n), run.count)](
-        h,
-        arena,
-        *table,
-        blocks.key,
-        blocks.order,
-        blocks.block_start,
-        blocks.num_blocks,
-        y if mask is None else mask,
-        y,
-        rows,
-        table[0].shape[1],
-        max_rank,
-        run.size,
-        run.first,
-        run.start,
-        run.step,
-        run.stride,
-        y.stride(0),
-        NUM_EXPERTS=blocks.num_experts,
-        HAS_MASK=mask is not None,
-        ADD=add,
-        PRECISION=dot_precision(y.dtype),
-        BLOCK_M=blocks.block_m,
-        BLOCK_N=block_n,
+        h, arena, *table, blocks.key, blocks.order, blocks.block_start, blocks.num_blocks,
+        y if mask is None else mask, y, rows, table[0].shape[1], max_rank, run.size, run.first,
+        run.start, run.step, run.stride, y.stride(0),
+        NUM_EXPERTS=blocks.num_experts, HAS_MASK=mask is not None, ADD=add,
+        PRECISION=dot_precision(y.dtype), BLOCK_M=blocks.block_m, BLOCK_N=block_n,
         BLOCK_R=power_of_two(max_rank, 16, 32 if y.dtype == torch.float32 else 64),
-    )
+    )  # fmt: skip
 
 
 def reference_expand(

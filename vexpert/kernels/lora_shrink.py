@@ -5,9 +5,9 @@ second kernel adds them in a fixed order, so the result does not depend on who c
 
 | array | shape | holds |
 |---|---|---|
-| x | [R, K] | inputs, in the arena's dtype |
+| x | [R, K] in the arena's dtype | inputs; columns adjacent |
 | x_rows | [P] int64 or None | row of x for each row p |
-| arena | [N] | factors; A of (s, e) at a_offset[s] + e * a_stride[s], [rank[s], K] |
+| arena | [N] float | factors; A of (s, e) at a_offset[s] + e * a_stride[s], [rank[s], K] |
 | rank, a_offset, a_stride | [S] int64 | the site's table |
 | key, order, block_start, num_blocks | | see `blocks` |
 | partial | [splits, P, max_rank] float32 | partial sums, at row p |
@@ -116,7 +116,10 @@ def lora_shrink(
     max_rank: int,
     splits: int | None = None,
 ) -> torch.Tensor:
-    """h [P, max_rank] float32, see the table above; `splits` of the depth, None: by the blocks."""
+    """h [P, max_rank] float32; `splits` of the depth, None: by the blocks.
+
+    No rank is above max_rank. Reference: `reference_shrink`.
+    """
     check_matrix("x", x)
     assert x.dtype == arena.dtype, (x.dtype, arena.dtype)
     rows, depth = blocks.key.shape[0], x.shape[1]
@@ -130,29 +133,12 @@ def lora_shrink(
     # zeros: the sum below also adds places that no program writes, and what lies there may overflow
     partial = h if splits == 1 else h.new_zeros(splits, rows, max_rank)
     _shrink_kernel[(blocks.max_blocks, ceil_div(max_rank, block_r), splits)](
-        x,
-        x if x_rows is None else x_rows,
-        arena,
-        rank,
-        a_offset,
-        a_stride,
-        blocks.key,
-        blocks.order,
-        blocks.block_start,
-        blocks.num_blocks,
-        partial,
-        rows,
-        depth,
-        max_rank,
-        split_depth,
-        x.stride(0),
-        NUM_EXPERTS=blocks.num_experts,
-        HAS_X_ROWS=x_rows is not None,
-        PRECISION=dot_precision(x.dtype),
-        BLOCK_M=blocks.block_m,
-        BLOCK_R=block_r,
-        BLOCK_K=block_k,
-    )
+        x, x if x_rows is None else x_rows, arena, rank, a_offset, a_stride, blocks.key,
+        blocks.order, blocks.block_start, blocks.num_blocks, partial, rows, depth, max_rank,
+        split_depth, x.stride(0),
+        NUM_EXPERTS=blocks.num_experts, HAS_X_ROWS=x_rows is not None,
+        PRECISION=dot_precision(x.dtype), BLOCK_M=blocks.block_m, BLOCK_R=block_r, BLOCK_K=block_k,
+    )  # fmt: skip
     if splits > 1:
         size = h.numel()
         _sum_splits_kernel[(ceil_div(size, 1024),)](partial, h, size, SPLITS=splits, BLOCK=1024)

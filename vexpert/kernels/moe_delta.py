@@ -49,7 +49,7 @@ class DeltaShape:
 class Delta:
     """What a base product adds."""
 
-    rows: torch.Tensor  # [P, n * N]
+    rows: torch.Tensor  # [P, n * N], in the dtype of the product's input
     pending: torch.Tensor  # [max_tiles] int32
     slot: torch.Tensor  # [P] int32: rows of slots < 0 get nothing
 

@@ -30,7 +30,7 @@ from vexpert.kernels.common import power_of_two
 class SiteFactors:
     """One site's factors: the arena and the table of ops.types.SiteTable."""
 
-    arena: torch.Tensor
+    arena: torch.Tensor  # [N], in the dtype of the layer's input
     packed: torch.Tensor  # [3 + 4 * n, S] int64, n output slices
     max_rank: int  # columns of the shrunk rows
     slice_max_rank: int  # of any slice's B; slices that share an A have as many as A has rows
@@ -68,11 +68,11 @@ class PairFactors:
     or of no position, where runs are looked up instead.
     """
 
-    slots: torch.Tensor  # [T], < 0: base
+    slots: torch.Tensor  # [T] int64, < 0: base
     gate_up: SiteFactors | None
     down: SiteFactors | None
-    address: torch.Tensor
-    rank: torch.Tensor
+    address: torch.Tensor  # [5, P] int64, in elements of the arena
+    rank: torch.Tensor  # [8, P] int32
 
     @classmethod
     def empty(

@@ -38,7 +38,7 @@ from vexpert.kernels.moe_factors import (
 class PairOrder:
     """The arrays above. `is_identity`: every pair is a tile of its own, nothing was launched."""
 
-    topk_ids: torch.Tensor
+    topk_ids: torch.Tensor  # int64
     factors: PairFactors | None
     pair: torch.Tensor
     expert: torch.Tensor
@@ -50,7 +50,7 @@ class PairOrder:
     tile_end: torch.Tensor
     num_tiles: torch.Tensor
     num_pieces: torch.Tensor
-    scale: torch.Tensor | None
+    scale: torch.Tensor | None  # in the dtype of topk_weights
     block_m: int
     num_experts: int
     is_identity: bool

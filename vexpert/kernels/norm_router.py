@@ -8,12 +8,14 @@ chooses. The router's weight is read before the launch in front of this one has 
 
 | array | shape | holds |
 |---|---|---|
-| x, residual | [T, H] | rows any stride apart |
-| router | [E, H] | contiguous |
+| x, residual | [T, H] float | rows any stride apart |
+| router | [E, H] float | contiguous |
+| bias | [E] float, or None | |
 | logits | [T, E] float32 | scratch; rounded to x's dtype if `rounds` |
 | arrivals | [T] int32 | scratch; zeros before and after |
-| total, normed | [T, H] | contiguous |
-| ids, weights | [T, K] | |
+| total, normed | [T, H] in x's dtype | contiguous |
+| ids | [T, K] int64 | |
+| weights | [T, K] in the router's `dtype` | |
 """
 
 from dataclasses import dataclass
@@ -45,10 +47,10 @@ TILE = 16384  # elements of the router's weight in the registers of a program
 class Router:
     """A router's product and choice."""
 
-    weight: torch.Tensor  # [E, H]
-    bias: torch.Tensor | None  # [E], of the product
+    weight: torch.Tensor  # [E, H], of any float dtype
+    bias: torch.Tensor | None  # [E] of any float dtype, of the product
     choice: Choice
-    choice_bias: torch.Tensor | None  # [E]
+    choice_bias: torch.Tensor | None  # [E] of any float dtype
     rounds: bool  # whether the logits are rounded to the dtype of the hidden states
     dtype: torch.dtype  # of the weights of the chosen experts
 
@@ -189,10 +191,11 @@ def norm_router(
     pdl: bool = False,
     rest: DenseDelta | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """(total, normed [T, H], ids [T, K] int64, weights [T, K]) of x and residual [T, H].
+    """(total, normed, ids, weights), new, of x and residual, see the table above.
 
-    `rest`: what is still to add to x. At most MOST_TOKENS tokens. The scratch may be another
-    launch's once this one has ended.
+    `rest`: what is still to add to x. 1 to MOST_TOKENS tokens; H is the norm's width, at most
+    MAX_WIDTH. The scratch may be another launch's once this one has ended. References:
+    `kernels.norms.reference_rms_norm` and `kernels.router_topk.reference_router_topk`.
     """
     check_matrix("x", x)
     check_matrix("residual", residual)
@@ -212,37 +215,14 @@ def norm_router(
     experts = power_of_two(num_experts, 1, max(1, TILE // block))
     splits = ceil_div(num_experts, experts)
     _norm_router_kernel[(tokens * splits,)](
-        x,
-        residual,
-        x if norm.weight is None else norm.weight,
-        router.weight,
+        x, residual, x if norm.weight is None else norm.weight, router.weight,
         x if router.bias is None else router.bias,
-        x if router.choice_bias is None else router.choice_bias,
-        scratch.logits,
-        scratch.arrivals,
-        total,
-        normed,
-        ids,
-        weights,
-        x.stride(0),
-        residual.stride(0),
-        norm.eps,
-        multiplier,
-        choice.scale,
-        choice.sum_add,
-        choice.sum_min,
-        *given,
-        WIDTH=width,
-        FORM=norm.form,
-        SCALE=multiplier != 1.0,
-        BLOCK=block,
-        EXPERTS=experts,
-        SPLITS=splits,
-        PRODUCT_BIAS=router.bias is not None,
-        ROUNDS=router.rounds,
-        **choice_options(choice, num_experts, router.choice_bias is not None),
-        **options,
-        num_warps=8,
-        **pdl_options(pdl),
-    )
+        x if router.choice_bias is None else router.choice_bias, scratch.logits, scratch.arrivals,
+        total, normed, ids, weights, x.stride(0), residual.stride(0), norm.eps, multiplier,
+        choice.scale, choice.sum_add, choice.sum_min, *given,
+        WIDTH=width, FORM=norm.form, SCALE=multiplier != 1.0, BLOCK=block, EXPERTS=experts,
+        SPLITS=splits, PRODUCT_BIAS=router.bias is not None, ROUNDS=router.rounds,
+        **choice_options(choice, num_experts, router.choice_bias is not None), **options,
+        num_warps=8, **pdl_options(pdl),
+    )  # fmt: skip
     return total, normed, ids, weights

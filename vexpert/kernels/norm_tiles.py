@@ -4,8 +4,14 @@
   total[t] = residual[t] + multiplier * x'[t]
   y[t]     = norm of total[t], as in rms_norm.py
 A program has some rows and takes their columns in turn; where that is more than one turn, it reads
-the total that it has written once more for the norm. Arrays: those of rms_norm.py, and `DenseDelta`
-of a layer with one site.
+the total that it has written once more for the norm.
+
+| array | shape | holds |
+|---|---|---|
+| x, residual | [T, W] float | rows any stride apart |
+| weight | [W] float | of the norm |
+| h, slots, arena, table | | of the `DenseDelta`, of a layer with one site |
+| total, y | [T, W] in x's dtype | contiguous |
 """
 
 import torch
@@ -104,7 +110,10 @@ def norm_tiles(
     rest: DenseDelta,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total, y), both [T, W] contiguous, of x and residual [T, W]; `rest` has a tile."""
+    """(total, y), new, of x and residual; `rest`, still to add to x, has a tile and one site.
+
+    References: `ops.reference.packed_linear` and `kernels.norms.reference_rms_norm`.
+    """
     check_matrix("x", x)
     check_matrix("residual", residual)
     tile, (rows, width) = rest.tile, x.shape

@@ -22,7 +22,7 @@ MAX_WIDTH = 16384  # a row lies in the registers of one program
 class Norm:
     """A norm as the table above has it."""
 
-    weight: torch.Tensor | None  # [W]; None: "plain"
+    weight: torch.Tensor | None  # [W] of any float dtype; None: "plain"
     width: int
     eps: float
     form: str

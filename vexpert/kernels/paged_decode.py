@@ -12,9 +12,11 @@ adds the runs up, in their order, whoever it is: the result is the same every ti
 
 | array | shape | holds |
 |---|---|---|
-| query | [T, Hq, d] | any strides of rows and heads |
-| keys, values | [rows, Hkv, d or dv] | the cache |
-| query_starts, kv_lens, block_tables | see `AttentionBatch` | |
+| query | [T, Hq, d] float | any strides of rows and heads |
+| keys, values | [rows, Hkv, d or dv] in query's dtype | the cache |
+| query_starts, kv_lens, block_tables | | see `AttentionBatch` |
+| sinks | [Hq] float, or None | see `Scores` |
+| out | [T, Hq, dv] in query's dtype | any strides of rows and heads |
 | part_out | [B, Hq, S, dv] float32 | a run's sum of weighted values, not yet divided |
 | part_peak, part_total | [B, Hq, S] float32 | its largest score (base 2), its sum of weights |
 | arrivals | [B * groups] int32 | runs done; zero before and after |
@@ -227,7 +229,11 @@ def paged_decode(
     out: torch.Tensor,
     shape: DecodeShape,
 ) -> None:
-    """Write the row of `out` [T, Hq, dv] of every sequence that has one query row."""
+    """Write, in place, the row of `out` [T, Hq, dv] of every sequence that has one query row.
+
+    Other rows stay as they are. Columns are adjacent. Reference:
+    `ops.attention_reference.reference_attention`.
+    """
     sizes = PagedShape.of(query, keys, values)
     block_h = power_of_two(sizes.group, 16, 64)
     programs = programs_of(sizes.kv_heads, sizes.group)
@@ -235,46 +241,19 @@ def paged_decode(
     splits = count_splits(shape, programs * batch.num_sequences, most_keys)
     block_dv = power_of_two(sizes.value_width, 16, 1024)
     rows = power_of_two(sizes.group, 1, block_h)
+    # [GROUP, ROWS, BLOCK_DV] float32 lie in registers
+    together = max(1, min(8, 64 * 32 * shape.num_warps // (rows * block_dv)))
     _decode_kernel[(programs, batch.num_sequences, splits)](
-        query,
-        keys,
-        values,
-        batch.query_starts,
-        batch.kv_lens,
-        batch.block_tables,
-        query if how.sinks is None else how.sinks,
-        out,
-        *_parts(splits, batch, programs, out),
+        query, keys, values, batch.query_starts, batch.kv_lens, batch.block_tables,
+        query if how.sinks is None else how.sinks, out, *_parts(splits, batch, programs, out),
         batch.block_tables.shape[1],
-        stride_qt=query.stride(0),
-        stride_qh=query.stride(1),
-        stride_kr=keys.stride(0),
-        stride_kh=keys.stride(1),
-        stride_vr=values.stride(0),
-        stride_vh=values.stride(1),
-        stride_table=batch.block_tables.stride(0),
-        stride_ot=out.stride(0),
-        stride_oh=out.stride(1),
-        min_keys=shape.min_keys,
-        **how.constants(),
-        GROUP_SIZE=sizes.group,
-        D=sizes.width,
-        DV=sizes.value_width,
-        BLOCK_SIZE=batch.block_size,
-        splits=splits,
-        num_rows=out.shape[0],
-        IS_SPLIT=splits > 1,
-        BLOCK_S=MOST_SPLITS,
-        BLOCK_H=block_h,
-        ROWS=rows,
-        BLOCK_D=power_of_two(sizes.width, 16, 1024),
-        BLOCK_DV=block_dv,
-        BLOCK_N=shape.block_n,
-        # [GROUP, ROWS, BLOCK_DV] float32 lie in registers
-        GROUP=max(1, min(8, 64 * 32 * shape.num_warps // (rows * block_dv))),
-        PRECISION=dot_precision(query.dtype),
-        RELEASE=out.shape[0] <= EARLY_ROWS,
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        **pdl_options(shape.pdl),
-    )
+        stride_qt=query.stride(0), stride_qh=query.stride(1), stride_kr=keys.stride(0),
+        stride_kh=keys.stride(1), stride_vr=values.stride(0), stride_vh=values.stride(1),
+        stride_table=batch.block_tables.stride(0), stride_ot=out.stride(0), stride_oh=out.stride(1),
+        min_keys=shape.min_keys, **how.constants(), GROUP_SIZE=sizes.group, D=sizes.width,
+        DV=sizes.value_width, BLOCK_SIZE=batch.block_size, splits=splits, num_rows=out.shape[0],
+        IS_SPLIT=splits > 1, BLOCK_S=MOST_SPLITS, BLOCK_H=block_h, ROWS=rows,
+        BLOCK_D=power_of_two(sizes.width, 16, 1024), BLOCK_DV=block_dv, BLOCK_N=shape.block_n,
+        GROUP=together, PRECISION=dot_precision(query.dtype), RELEASE=out.shape[0] <= EARLY_ROWS,
+        num_warps=shape.num_warps, num_stages=shape.num_stages, **pdl_options(shape.pdl),
+    )  # fmt: skip

@@ -11,9 +11,11 @@ those without queries end at once. Nothing of this is asked of the host.
 
 | array | shape | holds |
 |---|---|---|
-| query | [T, Hq, d] | any strides of rows and heads |
-| keys, values | [rows, Hkv, d or dv] | the cache |
-| query_starts, kv_lens, block_tables | see `AttentionBatch` | |
+| query | [T, Hq, d] float | any strides of rows and heads |
+| keys, values | [rows, Hkv, d or dv] in query's dtype | the cache |
+| query_starts, kv_lens, block_tables | | see `AttentionBatch` |
+| sinks | [Hq] float, or None | see `Scores` |
+| out | [T, Hq, dv] in query's dtype | any strides of rows and heads |
 """
 
 from dataclasses import dataclass
@@ -173,45 +175,25 @@ def paged_prefill(
     shape: PrefillShape,
     least_len: int = 1,
 ) -> None:
-    """Write the rows of `out` [T, Hq, dv] of sequences with at least `least_len` query rows."""
+    """Write, in place, the rows of `out` of sequences with at least `least_len` query rows.
+
+    Other rows stay as they are. Columns are adjacent. Reference:
+    `ops.attention_reference.reference_attention`.
+    """
     sizes = PagedShape.of(query, keys, values)
     heads = min(sizes.group, shape.block_m)
     tiles = query.shape[0] // (shape.block_m // heads) + batch.num_sequences
     _prefill_kernel[(sizes.kv_heads * ceil_div(sizes.group, heads), tiles)](
-        query,
-        keys,
-        values,
-        batch.query_starts,
-        batch.kv_lens,
-        batch.block_tables,
-        query if how.sinks is None else how.sinks,
-        out,
-        batch.num_sequences,
+        query, keys, values, batch.query_starts, batch.kv_lens, batch.block_tables,
+        query if how.sinks is None else how.sinks, out, batch.num_sequences,
         batch.block_tables.shape[1],
-        stride_qt=query.stride(0),
-        stride_qh=query.stride(1),
-        stride_kr=keys.stride(0),
-        stride_kh=keys.stride(1),
-        stride_vr=values.stride(0),
-        stride_vh=values.stride(1),
-        stride_table=batch.block_tables.stride(0),
-        stride_ot=out.stride(0),
-        stride_oh=out.stride(1),
-        least_len=least_len,
-        **how.constants(),
-        GROUP_SIZE=sizes.group,
-        D=sizes.width,
-        DV=sizes.value_width,
-        BLOCK_SIZE=batch.block_size,
-        HEADS=heads,
-        BLOCK_M=shape.block_m,
-        BLOCK_N=shape.block_n,
-        BLOCK_D=power_of_two(sizes.width, 16, 1024),
-        BLOCK_DV=power_of_two(sizes.value_width, 16, 1024),
-        BLOCK_B=128,
-        PRECISION=dot_precision(query.dtype),
-        num_warps=shape.num_warps,
-        num_stages=shape.num_stages,
-        maxnreg=shape.registers,
-        **pdl_options(shape.pdl),
-    )
+        stride_qt=query.stride(0), stride_qh=query.stride(1), stride_kr=keys.stride(0),
+        stride_kh=keys.stride(1), stride_vr=values.stride(0), stride_vh=values.stride(1),
+        stride_table=batch.block_tables.stride(0), stride_ot=out.stride(0), stride_oh=out.stride(1),
+        least_len=least_len, **how.constants(), GROUP_SIZE=sizes.group, D=sizes.width,
+        DV=sizes.value_width, BLOCK_SIZE=batch.block_size, HEADS=heads, BLOCK_M=shape.block_m,
+        BLOCK_N=shape.block_n, BLOCK_D=power_of_two(sizes.width, 16, 1024),
+        BLOCK_DV=power_of_two(sizes.value_width, 16, 1024), BLOCK_B=128,
+        PRECISION=dot_precision(query.dtype), num_warps=shape.num_warps,
+        num_stages=shape.num_stages, maxnreg=shape.registers, **pdl_options(shape.pdl),
+    )  # fmt: skip

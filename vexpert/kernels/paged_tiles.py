@@ -1,6 +1,14 @@
 """Steps that decode and prefill over a paged cache share: load keys, make scores, fold them in.
 
+For a tile of queries [M] and a block of keys j, with peak and total [M], acc [M, dv] so far:
+  s = cap(scaling * q . k) * log2(e), -inf where j is hidden;  peak' = max(peak, max_j s)
+  total' = total * 2^(peak - peak') + sum_j 2^(s - peak');   acc' likewise, with the values
 Exponents have base 2: scores are multiplied by log2(e) once, and `exp2` is one instruction.
+
+| array | shape | holds |
+|---|---|---|
+| table | [W] int64 | a sequence's row of `AttentionBatch.block_tables` |
+| cache | [rows, Hkv, d or dv] float | keys, or values |
 """
 
 import triton

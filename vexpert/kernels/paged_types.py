@@ -21,6 +21,7 @@ class AttentionBatch:
     block_size: int
     max_query_len: int  # on the host; 1: decode alone
     max_kv_len: int  # on the host: no smaller than any of kv_lens; a captured graph's own limit
+    # [B * groups] int32 by groups
     _arrivals: dict[int, torch.Tensor] = field(default_factory=dict, repr=False, compare=False)
 
     @property
@@ -54,7 +55,7 @@ class Scores:
     window: int | None = None
     chunk: int | None = None
     softcap: float | None = None
-    sinks: torch.Tensor | None = None  # [Hq]
+    sinks: torch.Tensor | None = None  # [Hq] of any float dtype
 
     def __post_init__(self) -> None:
         assert self.scaling > 0, self.scaling

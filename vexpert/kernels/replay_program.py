@@ -23,10 +23,10 @@ Tensors = tuple[torch.Tensor | None, ...]
 class Multiplied(NamedTuple):
     """A product that the library made: functional.linear(x, weight, bias)."""
 
-    x: torch.Tensor
-    weight: torch.Tensor
-    bias: torch.Tensor | None
-    result: torch.Tensor
+    x: torch.Tensor  # [..., K], all of one dtype
+    weight: torch.Tensor  # [N, K] in x's dtype
+    bias: torch.Tensor | None  # [N] in x's dtype
+    result: torch.Tensor  # [..., N] in x's dtype
 
 
 @dataclass(frozen=True)

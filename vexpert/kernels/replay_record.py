@@ -86,7 +86,7 @@ def _multiplied(result: torch.Tensor, x: Any, weight: Any, bias: Any = None) -> 
 class _Addresses:
     """Finds what an address is: an input, a result, held, or in the block."""
 
-    inputs: Sequence[torch.Tensor]
+    inputs: Sequence[torch.Tensor]  # [...] each, of any dtype; no two at one address
     results: Tensors
     made: set[int]
     size: int = 0  # of the block so far

@@ -5,9 +5,9 @@
 
 | array | shape | holds |
 |---|---|---|
-| x, residual | [T, W] | rows any stride apart |
-| weight | [W] | |
-| total, y | [T, W] | contiguous; the multiple of x and the sum are each rounded |
+| x, residual | [T, W] float | rows any stride apart |
+| weight | [W] of any float dtype | |
+| total, y | [T, W] in x's dtype | contiguous; the multiple of x and the sum are each rounded |
 """
 
 import torch
@@ -163,7 +163,10 @@ def _launch(
 
 
 def rms_norm(x: torch.Tensor, norm: Norm, pdl: bool = False) -> torch.Tensor:
-    """y [..., W] contiguous, of x [..., W]."""
+    """y [..., W] in x's dtype, contiguous, of x [..., W]; W is at most MAX_WIDTH.
+
+    Reference: `kernels.norms.reference_rms_norm`.
+    """
     rows = x.reshape(-1, norm.width)
     return _launch(rows, None, norm, 1.0, pdl)[1].view(x.shape)
 
@@ -176,9 +179,10 @@ def add_rms_norm(
     pdl: bool = False,
     rest: DenseDelta | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(total, y), both [..., W] contiguous, of x and residual [..., W].
+    """(total, y), both [..., W] in x's dtype, contiguous, of x and residual [..., W].
 
-    `rest`: what is still to add to x.
+    `rest`: what is still to add to the rows of x. Reference:
+    `kernels.norms.reference_rms_norm`.
     """
     assert x.shape == residual.shape, (x.shape, residual.shape)
     assert x.dtype == residual.dtype, (x.dtype, residual.dtype)

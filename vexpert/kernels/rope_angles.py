@@ -13,7 +13,7 @@
 |---|---|---|
 | positions | [T] int64 | |
 | frequencies | [F] float32 | |
-| cos, sin | [T, R] | contiguous |
+| cos, sin | [T, R] in the angles' dtype | contiguous |
 """
 
 from dataclasses import dataclass
@@ -100,7 +100,7 @@ class Angles:
 
 
 def rope_angles(positions: torch.Tensor, angles: Angles) -> tuple[torch.Tensor, torch.Tensor]:
-    """(cos, sin) [T, R] of positions [T]."""
+    """(cos, sin), new, of positions [T] int64, contiguous. Reference: `reference_rope_angles`."""
     assert positions.is_contiguous(), positions.stride()
     tokens, width = positions.shape[0], angles.width
     cos = torch.empty(tokens, width, dtype=angles.dtype, device=positions.device)

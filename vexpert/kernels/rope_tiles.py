@@ -1,8 +1,18 @@
 """`rope_write` of many tokens whose queries, keys and values end their LoRA here: tiles of tokens.
 
-Formulas and arrays are those of rope_write.py with a `DenseDelta`. A program has some tokens and
-takes some heads of one of q, k, v in turn; angles and shrunk rows are read once for all of them.
-Norms are as wide as a head.
+With x = q + B[q, slot] h rounded to q's dtype, and so k and v, the formulas of rope_write.py:
+  q_out[t], keys[cache_rows[t]] = the rotated heads of q and k;  values[cache_rows[t]] = v[t]
+A program has some tokens and takes some heads of one of q, k, v in turn; angles and shrunk rows are
+read once for all of them. Norms are as wide as a head.
+
+| array | shape | holds |
+|---|---|---|
+| q, k, v | [T, heads * d] float | rows any stride apart |
+| cos, sin | [T, >= R / 2 * step] float | columns adjacent; not read if R is 0 |
+| cache_rows | [T] int64 | row of keys and values of each token; < 0: it has none |
+| h, slots, arena, table | | of the `DenseDelta`, of a layer with the sites q, k and v |
+| q_out | [T, Hq, d] in q's dtype | contiguous |
+| keys, values | [rows, Hkv, d] float | changed in place; what is not finite goes in as 0 |
 """
 
 import torch
@@ -195,7 +205,11 @@ def rope_tiles(
     rest: DenseDelta,
     pdl: bool = False,
 ) -> torch.Tensor:
-    """q_out [T, Hq, d]; writes keys and values. `rest` has a tile; `can_tile(heads)`."""
+    """q_out [T, Hq, d], new; `cache`: (keys, values), changed in place. `angles`: (cos, sin).
+
+    `rest` has a tile, and `can_tile(heads)`. References: `ops.reference.packed_linear` and
+    `kernels.rope_write.reference_rotate`.
+    """
     tile, tokens = rest.tile, q.shape[0]
     assert tile is not None
     assert can_tile(heads), heads

@@ -10,11 +10,11 @@ them with the sum.
 
 | array | shape | holds |
 |---|---|---|
-| q, k, v | [T, heads * d] | rows any stride apart: parts of one packed product, or three |
-| cos, sin | [T, >= R / 2 * step] | contiguous; not read if R is 0 |
+| q, k, v | [T, heads * d] float | rows any stride apart: parts of one packed product, or three |
+| cos, sin | [T, >= R / 2 * step] float | columns adjacent; not read if R is 0 |
 | cache_rows | [T] int64 | row of keys and values of each token; < 0: it has none |
-| q_out | [T, Hq, d] | contiguous |
-| keys, values | [rows, Hkv, d] | the cache, changed in place; what is not finite goes in as 0 |
+| q_out | [T, Hq, d] in q's dtype | contiguous |
+| keys, values | [rows, Hkv, d] float | changed in place; what is not finite goes in as 0 |
 
 With a `DenseDelta`, q, k and v are first q + B[q, slot] h, and so on, rounded to their dtype:
 adapters of the packed product that made them. Base rows stay as they are. For tiles of tokens see
@@ -321,7 +321,10 @@ def rope_write(
     pdl: bool = False,
     rest: DenseDelta | None = None,
 ) -> torch.Tensor:
-    """q_out [T, Hq, d]; writes keys and values. angles: (cos, sin); cache: (keys, values)."""
+    """q_out [T, Hq, d], new; `cache`: (keys, values), changed in place. `angles`: (cos, sin).
+
+    `rest`: what is still to add to q, k and v. Reference: `reference_rotate`.
+    """
     tokens, d = q.shape[0], heads.width
     q_out, arguments = head_arguments((q, k, v), heads, angles, cache_rows, cache)
     if tokens == 0:

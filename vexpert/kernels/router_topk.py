@@ -11,10 +11,10 @@ counts as the lowest choice, so ids are valid whatever the logits are; all in fl
 
 | array | shape | holds |
 |---|---|---|
-| logits | [T, E] | any float dtype, rows any stride apart |
-| bias | [E] or None | |
+| logits | [T, E] of any float dtype | rows any stride apart |
+| bias | [E] of any float dtype, or None | |
 | ids | [T, K] int64 | |
-| weights | [T, K] | in the dtype asked for |
+| weights | [T, K] in the `dtype` asked for | |
 """
 
 from dataclasses import dataclass
@@ -214,7 +214,10 @@ def router_topk(
     dtype: torch.dtype,
     pdl: bool = False,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(ids [T, K] int64, weights [T, K] in `dtype`) of logits [T, E]."""
+    """(ids, weights), new, of logits; E is at most MAX_EXPERTS. No launch if T is 0.
+
+    Reference: `reference_router_topk`.
+    """
     check_matrix("logits", logits)
     tokens, num_experts = logits.shape
     shape, device = (tokens, choice.top_k), logits.device

@@ -11,7 +11,7 @@ by bisection on the bits of s, whose order as integers is that of the numbers: 8
 
 | array | shape | holds |
 |---|---|---|
-| logits | [n, V] | columns adjacent |
+| logits | [n, V] float | columns adjacent |
 | rows | [d] int64 | rows of logits that are drawn from |
 | temperature | [d] float32 | > 0 |
 | log_min_p | [d] float32 | log(min_p); -inf: off |
@@ -247,7 +247,10 @@ def sample(
     tokens: torch.Tensor,
     block: int = BLOCK,
 ) -> None:
-    """Change `tokens` [n] int64 in place, see above; other rows' stay."""
+    """Change `tokens` [n] int64 in place at `rows`; other rows' stay.
+
+    `block`: logits of a step. Reference: `engine.sampler._draw`, of the same uniforms.
+    """
     check_matrix("logits", logits)
     assert tokens.shape == logits.shape[:1], (tokens.shape, logits.shape)
     assert tokens.is_contiguous(), tokens.stride()

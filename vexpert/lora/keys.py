@@ -33,7 +33,7 @@ class Piece(NamedTuple):
     key: str
     module: str  # as the file names it, without PEFT's prefix
     part: str
-    tensor: torch.Tensor
+    tensor: torch.Tensor  # [...]: shape and dtype are the file's
     holder: str = ""  # modules_to_save, original_module, base_layer, or ""
     param: str = ""  # weight, bias, ...
     adapter: str = ""  # PEFT's adapter name, where the key still holds it

@@ -187,7 +187,7 @@ def _unlike(
     module: nn.Module, call: Call | None, given: AttentionInputs | None, records: Records
 ) -> str | None:
     """What in the module's structure is not that of q, k, v, attention, o; or None."""
-    linears = [getattr(module, name, None) for name in (*PROJECTIONS, "o_proj")]
+    linears: list[Any] = [getattr(module, name, None) for name in (*PROJECTIONS, "o_proj")]
     if any(type(linear) is not nn.Linear for linear in linears):
         return "its projections are not q, k, v and o"
     if call is None or given is None:
@@ -198,7 +198,7 @@ def _unlike(
     is_pair = isinstance(angles, tuple) and len(angles) == 2
     if len(call.args) > 1 or not (angles is None or is_pair):
         return "it takes its rotation in another way"
-    last = records.only(linears[3])  # type: ignore[arg-type]
+    last = records.only(linears[3])
     flat = given.output.flatten(2)
     if last is None or not torch.equal(last.hidden.view_as(flat), flat):
         return "it changes what attention gives"

@@ -91,11 +91,6 @@ def serve(
             _make_invariant(seen, fusions, experts_layers)
     use_kernels = backend.name == "triton"
     layers = _attach_attention(seen, context, use_kernels, config.batch_invariant)
-    by_index = {
-        call.layer_idx: layer
-        for call, layer in zip(seen.calls, layers, strict=True)
-        if call.is_latent and call.layer_idx is not None
-    }
     return TransformersModel(
         info=_info(model, model_config, config, seen, layers, dtype, device),
         targets=targets,
@@ -104,7 +99,7 @@ def serve(
         model=model,
         layers=layers,
         context=context,
-        cache=StepCache(context, by_index),
+        cache=StepCache(context, _latent_layers(seen, layers)),
         cache_name=cache_name,
         products=_products(config, backend),
     )
@@ -187,9 +182,19 @@ def _attach_attention(
         layer = AttentionLayer(
             context, call.kind, *shapes, call.is_latent, use_kernels, batch_invariant
         )
+        # PyTorch types a module's attributes as tensors and modules.
         call.module.vexpert_layer = layer  # type: ignore[assignment]
         layers.append(layer)
     return layers
+
+
+def _latent_layers(seen: Probe, layers: list[AttentionLayer]) -> dict[int, AttentionLayer]:
+    """Those that cache compressed latents, by their index in the model."""
+    return {
+        call.layer_idx: layer
+        for call, layer in zip(seen.calls, layers, strict=True)
+        if call.is_latent and call.layer_idx is not None
+    }
 
 
 def _info(

@@ -40,9 +40,9 @@ class FusedExperts(Protocol):
         lora: ExpertsLora | None,
         finish: Finish | None = None,
     ) -> torch.Tensor:
-        """hidden [T, H], topk_ids and topk_weights [T, K] -> [T, H]; sentinels add nothing.
+        """[T, H] of hidden [T, H], in its dtype; topk_ids [T, K] int64, topk_weights [T, K] float.
 
-        With a finish that is filled in, and the result is its total.
+        Sentinels add nothing. With a finish, that is filled in, and the result is its total.
         """
 
     def order(self, topk_ids: torch.Tensor, lora: ExpertsLora | None) -> object:
@@ -50,7 +50,11 @@ class FusedExperts(Protocol):
 
 
 class LoraBackend(Protocol):
-    """One implementation. Rows: P; a Routing or Arrangement goes back to the backend it is from."""
+    """One implementation. Rows: P; a Routing or Arrangement goes back to the backend it is from.
+
+    x, y, weight, bias and the tables' arenas have one dtype, of those that `CAPABILITIES` names;
+    slots, experts and x_rows are int64; routing weights are of any float dtype.
+    """
 
     name: str
     can_fuse: bool  # whether it has whole layers of routed experts as one operation
@@ -84,10 +88,11 @@ class LoraBackend(Protocol):
         fuse_add_to_output: bool = True,
         add_output_mask: torch.Tensor | None = None,
     ) -> torch.Tensor:
-        """Add B h to y [P, out] in place and return y; columns of y are adjacent, rows need not be.
+        """Add B h to y [P, out] in place and return y; h [P, site.max_rank] float32 of `shrink`.
 
-        add_output_mask [P] bool: rows that may change (None: all). Without fuse_add_to_output y
-        stays as it is, and the deltas return in a new tensor, zero where there is none.
+        Columns of y are adjacent, rows need not be. add_output_mask [P] bool: rows that may change
+        (None: all). Without fuse_add_to_output y stays as it is, and the deltas return in a new
+        tensor, zero where there is none.
         """
 
     def apply(
@@ -99,7 +104,7 @@ class LoraBackend(Protocol):
         routing: Routing,
         x_rows: torch.Tensor | None = None,
     ) -> None:
-        """Shrink and expand: add B A x[x_rows] to y [P, out] in place."""
+        """Shrink and expand: add B A x[x_rows] to y [P, out] in place; x [P or R, in]."""
 
     def apply_per_adapter(
         self,
@@ -161,7 +166,7 @@ class LoraBackend(Protocol):
         arrangement: Arrangement,
         is_transposed: bool,
     ) -> torch.Tensor:
-        """y [P, N] = W[e] x[x_rows] + bias[e]; rows of sentinels are unspecified.
+        """y [P, N] = W[e] x[x_rows] + bias[e]; rows of sentinels are unspecified; x [P or R, K].
 
         weight [E, N, K], or [E, K, N] when transposed; bias [E, N].
         """
@@ -169,7 +174,7 @@ class LoraBackend(Protocol):
     def combine(
         self, y: torch.Tensor, weights: torch.Tensor | None, arrangement: Arrangement
     ) -> torch.Tensor:
-        """out [T, H] = sum over k, in order, of weights[t, k] * y of pair (t, k).
+        """out [T, H] = sum over k, in order, of weights [T, K] times y [P, H] of pair (t, k).
 
         Sentinels are left out; weights None: ones. Sums in float32; the result has y's dtype.
         """

@@ -146,7 +146,7 @@ async def _events(
     except (*SERVER_ERRORS, VexpertError) as error:
         usage.trace.end(error)
         yield _error_event(error)
-    except Exception as error:
+    except Exception as error:  # the answer has begun: only the stream itself can tell of it
         logger.exception("unexpected error in a stream")
         usage.trace.end(error)
         yield _error_event(error)

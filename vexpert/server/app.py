@@ -19,7 +19,7 @@ from vexpert.server.middleware import (
     DrainMiddleware,
     UnexpectedErrorMiddleware,
 )
-from vexpert.server.openapi import describe
+from vexpert.server.openapi import DescribedApp
 from vexpert.server.options import ServerOptions
 from vexpert.server.requests_log import RequestIdMiddleware
 from vexpert.server.routes import adapters, chat, completions, health, models, tokenize, web
@@ -40,14 +40,13 @@ def create_app(engine: EngineHost, options: ServerOptions | None = None) -> Fast
         async with running(service):
             yield
 
-    app = FastAPI(title="vexpert", version=__version__, lifespan=lifespan)
+    app = DescribedApp(title="vexpert", version=__version__, lifespan=lifespan)
     app.state.service = service
     install_error_handlers(app)
     for module in (chat, completions, models, tokenize, adapters, health):
         app.include_router(module.router)
     if options.web:
         app.include_router(web.router)
-    describe(app)
     _add_layers(app, service, options)
     return app
 

@@ -21,11 +21,12 @@ async def beside(function: Callable[[], T]) -> T:
             set_outcome(outcome)
 
     def work() -> None:
+        told: Callable[[Any], None]
         outcome: Any
         try:
             told, outcome = future.set_result, function()
         except Exception as error:  # noqa: BLE001 - raised again where it is awaited
-            told, outcome = future.set_exception, error  # type: ignore[assignment]
+            told, outcome = future.set_exception, error
         with contextlib.suppress(RuntimeError):  # the loop is closed: nobody waits any more
             loop.call_soon_threadsafe(tell, told, outcome)
 

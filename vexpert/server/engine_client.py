@@ -199,7 +199,7 @@ class AsyncEngine:
         except asyncio.CancelledError:
             self.abort(request_id)
             raise
-        except Exception:
+        except Exception:  # refused or lost, raised on: no update will come
             self._forget(key)
             raise
 

@@ -104,7 +104,7 @@ class EngineLoop:
             while self._run_commands():
                 if engine.has_unfinished():
                     self._step()
-        except Exception as error:
+        except Exception as error:  # whatever it is, the server must hear of it
             logger.exception("the engine failed; every running request gets an error")
             self.send("failed", f"the engine failed: {type(error).__name__}: {error}")
             return False
@@ -195,7 +195,7 @@ class EngineLoop:
             value = work()
         except (VexpertError, OSError, OverloadedError) as error:
             self.send("reply", call, error_fields(error), None)
-        except Exception as error:
+        except Exception as error:  # a fault of ours fails one call, not all that run
             logger.exception("a call of the engine met an unexpected error: %s", method)
             self.send("reply", call, error_fields(error), None)
         else:
@@ -225,18 +225,14 @@ class EngineLoop:
 
     def _on_add(self, call: int, key: int, request_id: str, *arguments: Any) -> None:
         prompt, token_ids, params, adapter, version, every_step = arguments
-        try:
+
+        def add() -> None:
             options = read_params(params)
             self.engine.add_request(request_id, prompt, token_ids, options, adapter, version)
-        except VexpertError as error:
-            self.send("reply", call, error_fields(error), None)
-        except Exception as error:
-            logger.exception("a request met an error of the engine")
-            self.send("reply", call, error_fields(error), None)
-        else:
             self._progress[key] = Progress(key, request_id, every_step)
             self._keys[request_id] = key
-            self.send("reply", call, None, None)
+
+        self._reply(call, "add", add)
 
     def _on_abort(self, key: int) -> None:
         progress = self._progress.pop(key, None)

@@ -198,7 +198,7 @@ def run_engine(
     except VexpertError as error:
         loop.send("refused", error_fields(error))
         sys.exit(REFUSED)
-    except Exception as error:
+    except Exception as error:  # whatever it is, the server says why it cannot start
         logger.exception("the engine cannot start")
         loop.send("failed", f"{type(error).__name__}: {error}")
         sys.exit(1)

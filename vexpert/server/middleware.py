@@ -176,7 +176,7 @@ class UnexpectedErrorMiddleware:
 
         try:
             await self.app(scope, receive, watched)
-        except Exception as error:
+        except Exception as error:  # nobody else answers it
             if begun or scope["type"] != "http":
                 raise
             logger.exception("unexpected error on %s", scope["path"])

@@ -105,13 +105,13 @@ WITHOUT_BODY = ("/health", "/ready", "/ping")
 PLAIN_TEXT = ("/metrics", "/v1/load_lora_adapter", "/v1/unload_lora_adapter")
 
 
-def describe(app: FastAPI) -> None:
-    """Replace `app.openapi` by one that knows this server's answers."""
-    derive = app.openapi
+class DescribedApp(FastAPI):
+    """An app whose description knows this server's answers."""
 
-    def openapi() -> Json:
-        if app.openapi_schema is None:
-            document = derive()
+    def openapi(self) -> Json:
+        """The document, made at the first call."""
+        if self.openapi_schema is None:
+            document = super().openapi()
             components = document.setdefault("components", {}).setdefault("schemas", {})
             components["Error"] = ERROR
             for name in ("HTTPValidationError", "ValidationError"):
@@ -119,10 +119,8 @@ def describe(app: FastAPI) -> None:
             for path, operations in document["paths"].items():
                 for method, operation in operations.items():
                     _describe(path, method, operation["responses"])
-        assert app.openapi_schema is not None
-        return app.openapi_schema
-
-    app.openapi = openapi  # type: ignore[method-assign]
+        assert self.openapi_schema is not None
+        return self.openapi_schema
 
 
 def _describe(path: str, method: str, responses: Json) -> None:

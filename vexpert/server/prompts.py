@@ -33,7 +33,9 @@ class Prompt:
 class Conversation(Protocol):
     """What a prompt is made of: a chat request, or a request to count one's tokens."""
 
-    messages: list[Message]
+    @property
+    def messages(self) -> list[Message] | None: ...
+
     add_generation_prompt: bool | None
     add_special_tokens: bool | None
     chat_template_kwargs: dict[str, Any] | None
@@ -229,13 +231,15 @@ def _monotone(spans: Sequence[tuple[int, int]]) -> tuple[int, ...]:
 
 def _messages(body: Conversation) -> list[dict[str, Any]]:
     """Raises RequestError for a call whose arguments are no object, or too much at once."""
-    calls = (call for message in body.messages for call in message.tool_calls or ())
+    messages = body.messages
+    assert messages is not None, "a request has either messages or a prompt"
+    calls = (call for message in messages for call in message.tool_calls or ())
     texts = [call.function.arguments.encode("utf-8", "surrogatepass") for call in calls]
     if (too_much := excess(texts)) is not None:
         message = f"messages: the arguments of tool_calls have more than {too_much}"
         raise RequestError(message, "messages")
     try:
-        return [message.for_template() for message in body.messages]
+        return [message.for_template() for message in messages]
     except ValueError as error:
         raise RequestError(f"messages: {error}", "messages") from error
 

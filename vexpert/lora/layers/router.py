@@ -61,6 +61,7 @@ def wrap_router(
     def is_adapted() -> bool:
         return state.view is not None and delta.is_adapted(state.view)
 
+    # PyTorch types a module's attributes as tensors and modules.
     module.vexpert_adapted = is_adapted  # type: ignore[assignment]
 
     @functools.wraps(own_forward)

@@ -21,6 +21,7 @@ MOST_SHOWN = 300  # characters of an error that names the path once more
 router = APIRouter()
 
 
+# mypy knows no members that are not written out.
 State = StrEnum("State", [(state, state) for state in (*USABLE, *UNUSABLE)])  # type: ignore[misc]
 States = Annotated[list[State], Query(description="wanted ones; may be repeated")]
 

@@ -3,7 +3,7 @@
 from fastapi import APIRouter
 from starlette.requests import Request
 
-from vexpert.server.prompts import Conversation, Prompt
+from vexpert.server.prompts import Prompt
 from vexpert.server.protocol.message import check_template_variables
 from vexpert.server.protocol.tokenize import (
     DetokenizeRequest,
@@ -39,10 +39,8 @@ async def _prompt(service: Service, request: Request, body: TokenizeRequest) -> 
     check_template_variables(body.chat_template_kwargs)
     adapter = None if body.model is None else service.adapter_of(body.model)
     own = await service.own_template(request, adapter)
-    assert body.messages is not None
-    conversation: Conversation = body  # type: ignore[assignment]  # messages is set
     tools = [tool.for_template() for tool in body.tools or []]
-    return await service.prompts.chat(conversation, own, tools)
+    return await service.prompts.chat(body, own, tools)
 
 
 @router.post("/detokenize")
