@@ -58,6 +58,21 @@ PLANS = {
         BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), 64, pdl=False),
         LoraPlan(WIDE, WIDE, True, 2, 1, True, True),
     ),
+    "ahead": (
+        Flags(has_bias=True),
+        BasePlan(False, 32, TileShape(16, 16, tail_m=16, tma=True), SMALL, 16, pdl=False),
+        LoraPlan(CHUNK, RUN, True, 1, 2, ahead=2, down_ahead=3),
+    ),
+    "ahead-down": (
+        Flags(has_gate=False),
+        BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), 64, pdl=False),
+        LoraPlan(WIDE, WIDE, True, 2, 1, True, True, down_ahead=100),
+    ),
+    "ahead-scaled-input": (
+        Flags(is_transposed=True, is_interleaved=True, scale_input=True),
+        BasePlan(False, 16, TileShape(32, 64), TileShape(32, 16), pdl=False),
+        LoraPlan(RUN, RUN, True, 2, 2, True, ahead=1),
+    ),
     "delta": (
         Flags(),
         BasePlan(False, 32, SMALL, SMALL, 16, pdl=False),
