@@ -58,7 +58,8 @@ class Down(NamedTuple):
 
 @triton.jit
 def _down_tile(
-    expert, index, start, end, block, inter_rows, of, lora, JOIN: tl.constexpr, BLOCK_M: tl.constexpr
+    expert, index, start, end, block, inter_rows, of, lora,
+    JOIN: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """Rows start ... end of one expert, block `block` of the columns. JOIN: their shrink too."""
     position = start + tl.arange(0, BLOCK_M)
@@ -103,7 +104,8 @@ def _down_tile(
         w_at += of.BLOCK_K * of.stride_wk
     if JOIN:
         end_shrink(
-            shrunk, tile, of.inter, of.pair_at, of.depth, of.depth, lora, 1, True, False, of.BLOCK_K,
+            shrunk, tile, of.inter, of.pair_at, of.depth, of.depth, lora, 1, True, False,
+            of.BLOCK_K,
         )  # fmt: skip
     if of.HAS_BIAS:
         bias = tl.load(of.bias + expert * of.size + n, mask=inside, other=0.0)

@@ -20,7 +20,7 @@ import triton.language as tl
 
 from vexpert.kernels.moe_shrink import shrink_run, store_slices
 
-MOST_JOINED = 32  # rows of A, of all slices together: more need memory that the product has
+MOST_JOINED = 16  # rows of A for each slice: more need registers that the product has
 
 
 @triton.jit
@@ -69,9 +69,7 @@ def end_shrink(
     line = lora.h + tile.position.to(tl.int64)[:, None] * lora.width
     out = sums.to(lora.h.dtype.element_ty)
     inner = tl.arange(0, lora.A_R)
-    store_slices(
-        out, line, inner, own, part_at, lora.factor_stride, lora.SLICES, lora.SLICE_WIDTH
-    )
+    store_slices(out, line, inner, own, part_at, lora.factor_stride, lora.SLICES, lora.SLICE_WIDTH)
     for i in range(1, tl.load(lora.num_runs + tile.index)):
         at = ((lora.ROW - 2) // 2) * lora.factor_stride + run + i
         rank = tl.load(lora.rank + at)

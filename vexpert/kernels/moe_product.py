@@ -206,7 +206,7 @@ def _inner_options(lora: Expand | None, depth: int, tile: TileShape) -> dict[str
     if lora is not None and lora.ahead is not None:
         return {
             **off,
-            "A_R": power_of_two(lora.factors.max_rank, 16, MOST_JOINED),
+            "A_R": power_of_two(lora.factors.max_rank, 16, 2 * MOST_JOINED),
             "A_EVEN": depth % tile.block_k == 0,
             "A_ALIGNMENT": lora.factors.alignment_of(depth),
         }

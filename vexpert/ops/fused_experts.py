@@ -166,7 +166,7 @@ def _launch(
             stacked = (how.group, how.item_stages, how.prefetch)
             return Expand(h, site, None, *stacked, shrink=shape)
         ahead = how.down_ahead if is_down else how.ahead
-        if ahead and runs is not None and site.max_rank <= MOST_JOINED:
+        if ahead and runs is not None and site.max_rank <= MOST_JOINED * site.num_slices:
             h = room_by_run(order, 1, is_down, source.dtype)
             given = Ahead(ahead, runs.pending[int(is_down)])
             stacked = (how.group, how.item_stages, how.prefetch)
