@@ -36,6 +36,7 @@ class DeltaPlan:
     piece: int  # positions
     gate_up: DeltaShape
     down: DeltaShape
+    first: bool = False  # the products' sums begin with it; else they wait for it at their end
 
 
 @dataclass(frozen=True)
