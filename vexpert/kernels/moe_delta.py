@@ -293,13 +293,11 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _items(order: PairOrder, shape: DeltaShape) -> tuple[Any, dict[str, int], int]:
-    """(kernel, its constant, most items)."""
-    if shape.share == 0 and order.max_tiles <= MOST_LISTED:
-        tiles = power_of_two(order.max_tiles, 16, MOST_LISTED)
-        return _listed_delta_kernel, {"TILES": tiles}, order.num_pairs
-    share = max(1, min(shape.share, order.block_m))  # a tile has no more pieces
-    return _delta_kernel, {"SHARE": share}, order.max_tiles * share
+def _list_size(order: PairOrder, shape: DeltaShape) -> int:
+    """Tiles that each program of the list holds counts of; 0: tiles are shared."""
+    if shape.share > 0 or order.max_tiles > MOST_LISTED:
+        return 0
+    return power_of_two(order.max_tiles, 16, MOST_LISTED)
 
 
 def moe_delta(
@@ -329,17 +327,25 @@ def moe_delta(
     part = 4 if is_down else 2
     rows = torch.empty(order.num_pairs, slices * size, dtype=hidden.dtype, device=hidden.device)
     delta = Delta(rows, pieces.pending[site], order.slot, first)
-    kernel, how, items = _items(order, shape)
-    kernel[(min(items, shape.programs * _processors(hidden.device)),)](
+    arguments = (
         hidden, order.pair, order.num_tiles, pieces.count, delta.pending, pieces.first,
         pieces.stop, lora.arena, pieces.address[site], pieces.rank[site], pieces.address[part],
         pieces.rank[part], rows, pieces.first.shape[0], depth, size, hidden.stride(0),
+    )  # fmt: skip
+    options: dict[str, Any] = dict(
         TOP_K=order.top_k, BY_POSITION=is_down, SCALED=scaled, SLICES=slices,
         EVEN_K=depth % shape.block_k == 0, EVEN_N=size % shape.block_n == 0,
         A_ALIGNMENT=lora.alignment_of(depth), B_ALIGNMENT=lora.alignment_of(size),
         PRECISION=dot_precision(hidden.dtype), STAGES=shape.num_stages, TILE=order.block_m,
-        **how, TOGETHER=shape.together, BLOCK_M=pieces.piece, BLOCK_K=shape.block_k,
+        TOGETHER=shape.together, BLOCK_M=pieces.piece, BLOCK_K=shape.block_k,
         BLOCK_R=power_of_two(lora.max_rank, 16, MOST_RANKS), BLOCK_N=shape.block_n,
         num_warps=shape.num_warps, **pdl_options(pdl),
     )  # fmt: skip
+    most, listed = shape.programs * _processors(hidden.device), _list_size(order, shape)
+    if listed:
+        _listed_delta_kernel[(min(order.num_pairs, most),)](*arguments, TILES=listed, **options)
+    else:
+        share = max(1, min(shape.share, order.block_m))  # a tile has no more pieces
+        grid = (min(order.max_tiles * share, most),)
+        _delta_kernel[grid](*arguments, SHARE=share, **options)
     return delta
