@@ -96,9 +96,9 @@ def parts(selection: str | None = None) -> dict[str, Part]:
         "loads": Part(120, script("steps_beside_loads", "--seconds 90")),
         "load": Part(60, script("adapter_load", "--rounds 3")),
         "moe": Part(
-            200,
+            220,
             script("moe_candidates", "--budget 150"),
-            [script("moe_candidates", f"--compile-only --share {i} {CORES}") for i in range(CORES)],
+            [script("moe_candidates", "--compile-only")],
         ),
         "layers": Part(120, script("prefill", "whole")),
         "readers": Part(120, script("prefill", "parts --budget 90")),

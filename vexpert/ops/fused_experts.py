@@ -10,12 +10,13 @@ from vexpert.kernels.moe_delta import MOST_RANKS, Delta, moe_delta
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
 from vexpert.kernels.moe_gate_up import moe_gate_up
+from vexpert.kernels.moe_joined import MOST_JOINED
 from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_pieces import find_pieces
-from vexpert.kernels.moe_product import Expand
+from vexpert.kernels.moe_product import Ahead, Expand
 from vexpert.kernels.moe_runs import find_runs
-from vexpert.kernels.moe_shrink import moe_shrink, room_for_h
+from vexpert.kernels.moe_shrink import moe_shrink, room_by_run, room_for_h
 from vexpert.ops.experts_replay import EXPERTS, experts_inputs, experts_key
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
 from vexpert.ops.plan_rows import PlanRows
@@ -141,7 +142,8 @@ def _launch(
     if delta is not None:
         pieces = find_pieces(order, delta.piece, pdl)
     elif lora is not None and plan.lora.by_run:
-        runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl)
+        pending = plan.lora.ahead > 0 or plan.lora.down_ahead > 0
+        runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl, pending)
     x, scaled = hidden, experts.scale_input
     if scaled:
         scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
@@ -156,13 +158,19 @@ def _launch(
             its = delta.down if is_down else delta.gate_up
             size = experts.down.shape[1] if is_down else experts.columns[0]
             is_scaled = scaled and not is_down
-            return moe_delta(source, order, pieces, its, size, is_down, is_scaled, pdl)
+            return moe_delta(source, order, pieces, its, size, is_down, is_scaled, pdl, delta.first)
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
         if how.inner and not base.is_identity and runs is None and site.max_rank <= MOST_INNER:
             h = room_for_h(order, shape, is_down, source.shape[1])
             stacked = (how.group, how.item_stages, how.prefetch)
             return Expand(h, site, None, *stacked, shrink=shape)
+        ahead = how.down_ahead if is_down else how.ahead
+        if ahead and runs is not None and site.max_rank <= MOST_JOINED * site.num_slices:
+            h = room_by_run(order, 1, is_down, source.dtype)
+            given = Ahead(ahead, runs.pending[int(is_down)])
+            stacked = (how.group, how.item_stages, how.prefetch)
+            return Expand(h, site, runs, *stacked, ahead=given)
         h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
         early = how.early and how.by_run
         return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)
