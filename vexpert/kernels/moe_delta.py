@@ -10,7 +10,7 @@ of one list over all tiles, in which each program finds its own by adding up the
 
 | array | shape | holds |
 |---|---|---|
-| hidden | [T, H], or [P, H] when SCALED or BY_POSITION | inputs of tokens, pairs or positions |
+| hidden | [T, H] in the arena's dtype; [P, H] when SCALED or BY_POSITION | inputs of x |
 | delta | [P, n * N] | a block a slice; x's dtype; rows of base and sentinels unspecified |
 """
 

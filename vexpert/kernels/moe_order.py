@@ -5,12 +5,12 @@ the same way, so one launch needs no sort: P^2 comparisons, 1 us of one GPU's la
 
 | array | shape | holds |
 |---|---|---|
-| topk_ids | [T, K] int | expert of pair t * K + k; < 0 or >= E: a sentinel, ordered last |
-| slots | [T] int or None | adapter slot of each token; < 0: base |
-| topk_weights | [T, K] or None | routing weight of each pair |
+| topk_ids | [T, K] int32 or int64 | of pair t * K + k; < 0 or >= E: a sentinel, ordered last |
+| slots | [T] int64, or None | adapter slot of each token; < 0: base |
+| topk_weights | [T, K] of any float dtype, or None | routing weight of each pair |
 | address, rank | | see `moe_factors`; filled by position on demand |
 | pair | [P] int32 | the pair at each position |
-| scale | [P] or None | its routing weight |
+| scale | [P] in that dtype, or None | its routing weight |
 | expert, slot | [P] int32 | its expert (E: sentinel) and slot (-1: base) |
 | run_start, run_end | [P] int32 | the run of equal (expert, slot) of this position; or None |
 | tile_expert, tile_start, tile_end | [max_tiles] int32 | positions of at most BLOCK_M pairs |
@@ -260,9 +260,8 @@ def order_pairs(
 ) -> PairOrder:
     """The arrays of the table above for topk_ids and topk_weights [T, K], contiguous.
 
-    topk_ids int32 or int64; topk_weights of any float dtype, which `scale` has too; factors: None
-    without LoRA; look_up: fill their arrays by position; block_m: positions of a tile at most; pdl:
-    may start before the launch before it has ended. Reference: `reference_order`.
+    factors: None without LoRA; look_up: fill their arrays by position; block_m: positions of a tile
+    at most; pdl: may start before the launch before it has ended. Reference: `reference_order`.
     """
     assert topk_ids.is_contiguous(), topk_ids.stride()
     tokens, top_k = topk_ids.shape

@@ -10,6 +10,7 @@ Runs and factors are looked up by tile, in `moe_runs`.
 
 | array | shape | holds |
 |---|---|---|
+| topk_ids, topk_weights | [T, K], dtypes of `moe_order` | see there |
 | token_at | [T] int32 | tokens by slot |
 | count | [chunks, BINS] int32 | pairs of expert b in chunk c; bin E: sentinels |
 | pair_by_slot, expert_by_slot | [P] int32 | the pairs of those tokens, and their experts |
@@ -221,7 +222,8 @@ def order_many_pairs(
 ) -> PairOrder:
     """What `order_pairs` gives, for any number of pairs; without runs and look-up.
 
-    chunk: pairs of a chunk. Shapes, dtypes and the other flags are those of `order_pairs`.
+    chunk: pairs of a chunk. The other flags are those of `order_pairs`. Reference:
+    `kernels.moe_order.reference_order`.
     """
     assert topk_ids.is_contiguous(), topk_ids.stride()
     tokens, top_k = topk_ids.shape

@@ -1,7 +1,8 @@
 """The pieces of each tile's runs: positions of one slot and expert, at most PIECE of them.
 
-Base runs have none. What `moe_delta` takes one after another, tile by tile, beside the base product
-that waits for a tile's pieces to be done.
+A piece begins at each p of a run from `first` to `stop` where (p - first) % PIECE == 0, and stops
+at the smaller one of p + PIECE and `stop`. Base runs have none. They are what `moe_delta` takes one
+after another, tile by tile, beside the base product that waits for a tile's pieces to be done.
 
 | array | shape | holds |
 |---|---|---|
@@ -72,6 +73,7 @@ def find_pieces(order: PairOrder, piece: int, pdl: bool = False) -> TilePieces:
     """All arrays of the table above, of an order that has factors and is no identity.
 
     piece: positions of a piece at most; pdl: may start before the launch before it has ended.
+    Reference: `tests/test_kernels_moe.py: test_pieces`.
     """
     factors = order.factors
     assert factors is not None

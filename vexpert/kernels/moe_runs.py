@@ -1,5 +1,9 @@
 """The runs of each tile, where (expert, slot) changes, base runs left out; and where factors lie.
 
+A run of a tile start <= p < end begins at each p where
+  slot[p] >= 0 and (p == start or slot[p] != slot[p - 1])
+and stops where the next one, or base rows, begin, or the tile ends.
+
 A tile's LoRA takes its runs one group after another; a shrink takes the *pieces* of runs, of at
 most PIECE positions, from one list over all tiles. Its order differs from launch to launch; what is
 computed does not depend on it.
@@ -133,7 +137,7 @@ def find_runs(
 
     piece: positions of a piece at most; adapters: about how many the step has; pdl: may start
     before the launch before it has ended; pending: set those. Counts in `order.num_pieces`, which
-    was 0.
+    was 0. Reference: `tests/test_kernels_moe.py: test_runs`.
     """
     factors = order.factors
     assert factors is not None

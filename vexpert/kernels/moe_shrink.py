@@ -6,7 +6,7 @@ cut at a multiple of BLOCK_M from its start; or with `moe_runs` every so many pi
 
 | array | shape | holds |
 |---|---|---|
-| hidden | [T, H], or [P, H] when SCALED or BY_POSITION | inputs of tokens, pairs or positions |
+| hidden | [T, H] in the arena's dtype; [P, H] when SCALED or BY_POSITION | inputs of x |
 | address, rank_at | | `moe_factors` by position, or by piece; IDENTITY: slots, packed table |
 | h | [PLANES, P, max_rank] float32 | by position; unspecified from the slot's rank on |
 | h, of pieces | [PLANES, P, n * SLICE_WIDTH] | a block a slice; x's dtype if one plane |
