@@ -13,7 +13,8 @@ adds the runs up, in their order, whoever it is: the result is the same every ti
 | array | shape | holds |
 |---|---|---|
 | query | [T, Hq, d] | any strides of rows and heads |
-| keys, values | [rows, Hkv, d or dv] | the cache |
+| keys, values | [rows, Hkv, d or dv] | the cache; latent: both parts of the keys |
+| rotary | [T, Hq, dr] | second part of the query in latent attention, see `paged_tiles` |
 | query_starts, kv_lens, block_tables | see `AttentionBatch` | |
 | part_out | [B, Hq, S, dv] float32 | a run's sum of weighted values, not yet divided |
 | part_peak, part_total | [B, Hq, S] float32 | its largest score (base 2), its sum of weights |
@@ -42,7 +43,11 @@ from vexpert.kernels.paged_tiles import (
     cap_scores,
     fold,
     load_blocks,
+    load_queries,
     load_rows,
+    load_values,
+    multiply,
+    rotary_arguments,
 )
 from vexpert.kernels.paged_types import AttentionBatch, PagedShape, Scores
 
@@ -110,12 +115,13 @@ def _decode_kernel(
     query, keys, values, query_starts, kv_lens, block_tables, sinks, out, part_out, part_peak,
     part_total, arrivals, width, scale, softcap, window, chunk, stride_qt, stride_qh, stride_kr,
     stride_kh, stride_vr, stride_vh, stride_table, stride_ot, stride_oh, min_keys,
-    splits, num_rows,
+    splits, num_rows, rotary, stride_rt, stride_rh,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr, RELEASE: tl.constexpr, PDL: tl.constexpr,
+    DR: tl.constexpr, BLOCK_DR: tl.constexpr,
 ):  # fmt: skip
     pdl_release(PDL and RELEASE)
     pdl_wait(PDL)
@@ -152,12 +158,14 @@ def _decode_kernel(
     end = tl.minimum(begin + run, kv_len)
 
     h = tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_DV)
     n = tl.arange(0, BLOCK_N)
     mine = h < heads_left
-    q_at = query + token * stride_qt + (first_head + h)[:, None] * stride_qh + d[None, :]
-    q = tl.load(q_at, mask=mine[:, None] & (d < D)[None, :], other=0.0)
+    q = load_queries(query + token * stride_qt, first_head + h, mine, stride_qh, D, BLOCK_D)
+    q_rotary = q
+    if DR > 0:
+        line = rotary + token * stride_rt
+        q_rotary = load_queries(line, first_head + h, mine, stride_rh, DR, BLOCK_DR)
     peak = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     if HAS_SINKS:
@@ -173,8 +181,10 @@ def _decode_kernel(
         row = block * BLOCK_SIZE + j % BLOCK_SIZE
         block = load_blocks(table, j + BLOCK_N, width, BLOCK_SIZE)
         key = load_rows(keys, row, inside, g * stride_kh, stride_kr, D, BLOCK_D)
-        value = load_rows(values, row, inside, g * stride_vh, stride_vr, DV, BLOCK_DV)
-        products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+        value, key_rotary = load_values(
+            key, values, row, inside, g, stride_vr, stride_vh, DV, BLOCK_DV, DR, BLOCK_DR
+        )
+        products = multiply(q, q_rotary, key, key_rotary, DR, PRECISION)
         scores = cap_scores(products, scale, softcap, HAS_SOFTCAP)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         peak, total, acc = fold(scores, value, peak, total, acc, False, PRECISION)
@@ -226,9 +236,10 @@ def paged_decode(
     how: Scores,
     out: torch.Tensor,
     shape: DecodeShape,
+    rotary: torch.Tensor | None = None,
 ) -> None:
     """Write the row of `out` [T, Hq, dv] of every sequence that has one query row."""
-    sizes = PagedShape.of(query, keys, values)
+    sizes = PagedShape.of(query, keys, values, rotary)
     block_h = power_of_two(sizes.group, 16, 64)
     programs = programs_of(sizes.kv_heads, sizes.group)
     most_keys = how.most_keys(batch.max_kv_len)
@@ -256,6 +267,7 @@ def paged_decode(
         stride_ot=out.stride(0),
         stride_oh=out.stride(1),
         min_keys=shape.min_keys,
+        **rotary_arguments(sizes, query, rotary),
         **how.constants(),
         GROUP_SIZE=sizes.group,
         D=sizes.width,

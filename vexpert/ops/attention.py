@@ -46,12 +46,15 @@ def paged_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    rotary: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Causal attention of query [T, Hq, d] over keys [rows, Hkv, d], values [rows, Hkv, dv].
 
     Query i sees keys j with j > i - window, and j // chunk == i // chunk, of those at or before it.
     softcap: scores s become softcap * tanh(s / softcap). sinks [Hq]: a score more in each head's
-    softmax, without a value. Returns [T, Hq, dv] in `out`, or new; rows from query_starts[-1] on
+    softmax, without a value. rotary [T, Hq, dr]: latent attention in its absorbed form; `values`
+    [rows, Hkv, dr] are then a second part of the keys, which it meets, and the first part is the
+    value as well: dv is d. Returns [T, Hq, dv] in `out`, or new; rows from query_starts[-1] on
     are left as they are, but for a decode step's (max_query_len 1), which become zero.
     No value is asked of the device: a captured graph may be replayed with other lengths and
     tables, up to max_query_len and max_kv_len.
@@ -64,16 +67,18 @@ def paged_attention(
     _check(query, keys, values, width)
     how = Scores(scaling, window, chunk, softcap, sinks)
     if out is None:
-        out = query.new_empty(*query.shape[:2], values.shape[2])
-    plan = choose_attention(width, query.dtype, query.device)
+        value = keys if rotary is not None else values
+        out = query.new_empty(*query.shape[:2], value.shape[2])
+    plan = choose_attention(width, query.dtype, query.device, rotary is not None)
     decode = plan.decode_of(batch.num_sequences * keys.shape[1])
     if batch.max_query_len == 1:
-        paged_decode(query, keys, values, batch, how, out, decode)
+        paged_decode(query, keys, values, batch, how, out, decode, rotary)
         return out
     both = batch.num_sequences > 1 and how.most_keys(batch.max_kv_len) >= plan.split_mixed_from
     if both:
-        paged_decode(query, keys, values, batch, how, out, decode)
-    paged_prefill(query, keys, values, batch, how, out, plan.prefill, least_len=2 if both else 1)
+        paged_decode(query, keys, values, batch, how, out, decode, rotary)
+    least_len = 2 if both else 1
+    paged_prefill(query, keys, values, batch, how, out, plan.prefill, least_len, rotary)
     return out
 
 

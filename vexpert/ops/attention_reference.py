@@ -17,9 +17,12 @@ def reference_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
+    rotary: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in float64, sequence by sequence; asks the device for all values."""
     how = Scores(scaling, window, chunk, softcap, sinks)
+    if rotary is not None:
+        query, keys, values = torch.cat((query, rotary), 2), torch.cat((keys, values), 2), keys
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[2])
     starts, lens = batch.query_starts.tolist(), batch.kv_lens.tolist()
