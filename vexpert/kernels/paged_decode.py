@@ -164,8 +164,8 @@ def _decode_kernel(
     q = load_queries(query + token * stride_qt, first_head + h, mine, stride_qh, D, BLOCK_D)
     q_rotary = q
     if DR > 0:
-        line = rotary + token * stride_rt
-        q_rotary = load_queries(line, first_head + h, mine, stride_rh, DR, BLOCK_DR)
+        its = rotary + token * stride_rt
+        q_rotary = load_queries(its, first_head + h, mine, stride_rh, DR, BLOCK_DR)
     peak = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     if HAS_SINKS:

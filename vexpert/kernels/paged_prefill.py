@@ -123,8 +123,8 @@ def _prefill_kernel(
     q = load_queries(query + token[:, None] * stride_qt, head, mine, stride_qh, D, BLOCK_D)
     q_rotary = q
     if DR > 0:
-        line = rotary + token[:, None] * stride_rt
-        q_rotary = load_queries(line, head, mine, stride_rh, DR, BLOCK_DR)
+        its = rotary + token[:, None] * stride_rt
+        q_rotary = load_queries(its, head, mine, stride_rh, DR, BLOCK_DR)
 
     first_position = kv_len - query_len + first_query
     left = 0

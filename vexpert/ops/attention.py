@@ -69,7 +69,8 @@ def paged_attention(
     if out is None:
         value = keys if rotary is not None else values
         out = query.new_empty(*query.shape[:2], value.shape[2])
-    plan = choose_attention(width, query.dtype, query.device, rotary is not None)
+    latent_heads = 0 if rotary is None else query.shape[1] // keys.shape[1]
+    plan = choose_attention(width, query.dtype, query.device, latent_heads)
     decode = plan.decode_of(batch.num_sequences * keys.shape[1])
     if batch.max_query_len == 1:
         paged_decode(query, keys, values, batch, how, out, decode, rotary)
