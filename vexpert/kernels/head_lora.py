@@ -141,7 +141,8 @@ def head_lora(
     a = (A_AT, latents, 0, 0)
     b = (B_AT, columns.heads * columns.width, first, columns.width)
     by_run = rows <= MOST_BY_RUN
-    block_m = 16 if by_run else 64
+    wide = x.dtype == torch.float32  # its tiles would not stay in registers
+    block_m = 16 if by_run or wide else 64
     block_n = power_of_two(width, 16, 128)
     tiles = rows if by_run else ceil_div(rows, block_m)
     _head_kernel[(tiles, heads, ceil_div(width, block_n))](
@@ -153,7 +154,7 @@ def head_lora(
         ALIGNMENT=gcd(alignment, latents, columns.width, columns.key, 16),
         PRECISION=dot_precision(x.dtype),
         BLOCK_M=block_m,
-        BLOCK_K=power_of_two(depth, 16, 64 if x.dtype == torch.float32 else 128),
+        BLOCK_K=power_of_two(depth, 16, 32 if wide else 128),
         BLOCK_N=block_n,
         BLOCK_R=power_of_two(most_rank, 16, 64),
     )  # fmt: skip

@@ -27,7 +27,7 @@ def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
 
 
 class LatentLinear:
-    """The absorbed form of `linear`, an nn.Linear or LoraLinear without bias; that stays as it is."""
+    """The absorbed form of an nn.Linear or LoraLinear without bias, which stays as it is."""
 
     def __init__(self, linear: nn.Linear, columns: HeadColumns) -> None:
         self.columns = columns
