@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vexpert.kernels.paged_types import AttentionBatch
-from vexpert.ops.attention import reference_attention
+from vexpert.ops.attention import reference_attention, reference_latent_attention
 
 
 @dataclass(frozen=True)
@@ -17,19 +17,22 @@ class Case:
     keys: torch.Tensor
     values: torch.Tensor
     batch: AttentionBatch
-    # scaling, window, chunk, softcap, sinks, rotary
-    options: dict[str, Any] = field(default_factory=dict)
+    options: dict[str, Any] = field(default_factory=dict)  # scaling, window, chunk, softcap, sinks
+    rotary: torch.Tensor | None = None  # of latent attention
 
     @property
     def width(self) -> int:
         """Columns of a head of the output."""
-        return (self.keys if "rotary" in self.options else self.values).shape[2]
+        return (self.values if self.rotary is None else self.keys).shape[2]
 
     def expected(self, **changes: Any) -> torch.Tensor:
         """By the reference, in float64; rows behind the last sequence are zeros."""
         out = self.query.new_zeros(*self.query.shape[:2], self.width)
         options = {**self.options, **changes, "out": out.double()}
-        return reference_attention(self.query, self.keys, self.values, self.batch, **options)
+        rest = self.keys, self.values, self.batch
+        if self.rotary is None:
+            return reference_attention(self.query, *rest, **options)
+        return reference_latent_attention(self.query, self.rotary, *rest, **options)
 
 
 @dataclass(frozen=True)
@@ -100,8 +103,7 @@ def make_latent_case(
     parts = [rank, rotary]
     keys, values = torch.split(case.keys, parts, 2)
     query, second = torch.split(case.query, parts, 2)
-    options = {**case.options, "rotary": second}
-    return replace(case, query=query, keys=keys, values=values, options=options)
+    return replace(case, query=query, keys=keys, values=values, rotary=second)
 
 
 def worst_row_error(out: torch.Tensor, want: torch.Tensor) -> float:

@@ -11,7 +11,7 @@ from helpers_attention import Case, make_latent_case, moved, worst_row_error
 from vexpert.kernels.paged_decode import DecodeShape, paged_decode
 from vexpert.kernels.paged_prefill import PrefillShape, paged_prefill
 from vexpert.kernels.paged_types import AttentionBatch, Scores
-from vexpert.ops.attention import paged_attention, write_cache
+from vexpert.ops.attention import latent_attention, write_cache
 
 interpreted = pytest.mark.skipif(torch.cuda.is_available(), reason="the tests on a GPU do it")
 LIMIT = 1e-5  # float32 sums in another order
@@ -28,15 +28,21 @@ HEADS = [(1, 24, 8), (5, 16, 6), (16, 40, 16), (20, 9, 3), (71, 8, 2)]  # heads,
 
 
 def run(case: Case, shape: DecodeShape | PrefillShape) -> torch.Tensor:
-    options = dict(case.options)
-    rotary = options.pop("rotary")
     out = case.query.new_zeros(*case.query.shape[:2], case.width)
-    call = case.query, case.keys, case.values, case.batch, Scores(**options), out
+    call = case.query, case.keys, case.values, case.batch, Scores(**case.options), out
     if isinstance(shape, DecodeShape):
-        paged_decode(*call, shape, rotary)
+        paged_decode(*call, shape, case.rotary)
     else:
-        paged_prefill(*call, shape, rotary=rotary)
+        paged_prefill(*call, shape, rotary=case.rotary)
     return out
+
+
+def attend(case: Case, out: torch.Tensor | None = None) -> torch.Tensor:
+    assert case.rotary is not None
+    if out is None:
+        out = case.query.new_zeros(*case.query.shape[:2], case.width)
+    call = case.query, case.rotary, case.keys, case.values, case.batch
+    return latent_attention(*call, out=out, **case.options)
 
 
 @interpreted
@@ -67,8 +73,7 @@ def test_heads(sizes: tuple[int, int, int]) -> None:
 @interpreted
 def test_a_long_context_in_a_mixed_step_is_split() -> None:
     case = make_latent_case([(1, 1030), (4, 9), (1, 3)], 2, block_size=16)
-    out = paged_attention(case.query, case.keys, case.values, case.batch, **case.options)
-    assert worst_row_error(out, case.expected()) < LIMIT
+    assert worst_row_error(attend(case), case.expected()) < LIMIT
     assert case.batch._arrivals
 
 
@@ -77,7 +82,7 @@ def test_padding_of_a_decode_step_becomes_zero() -> None:
     """The last sequences, without query rows, and their rows; rows beyond them stay."""
     case = make_latent_case([(1, 20), (1, 33), (0, 7), (0, 1)], spare_rows=5)
     out = torch.full((*case.query.shape[:2], case.width), 7.0)
-    paged_attention(case.query, case.keys, case.values, case.batch, out=out, **case.options)
+    attend(case, out)
     assert worst_row_error(out[:2], case.expected()[:2]) < LIMIT
     assert (out[2:4] == 0.0).all()
     assert (out[4:] == 7.0).all()
@@ -99,23 +104,19 @@ def test_the_cache_is_written_where_both_parts_lie_side_by_side() -> None:
 @pytest.mark.parametrize("shape", [SPLIT, CHUNKS], ids=["decode", "prefill"])
 def test_a_missing_part_or_another_heads_is_seen(shape: DecodeShape | PrefillShape) -> None:
     case = make_latent_case(DECODES[4:], window=6)
-    want, rotary = case.expected(), case.options["rotary"]
-    for wrong in ({"rotary": 0 * rotary}, {"rotary": rotary.roll(1, 1)}, {"window": 7}):
-        changed = replace(case, options=case.options | wrong)
-        assert worst_row_error(run(changed, shape), want) > 1e-3
-    other = replace(case, query=case.query.roll(1, 1))
-    assert worst_row_error(run(other, shape), want) > 1e-3
+    want = case.expected()
+    assert case.rotary is not None
+    for wrong in (
+        replace(case, rotary=0 * case.rotary),
+        replace(case, rotary=case.rotary.roll(1, 1)),
+        replace(case, query=case.query.roll(1, 1)),
+        replace(case, options=case.options | {"window": 7}),
+    ):
+        assert worst_row_error(run(wrong, shape), want) > 1e-3
 
 
 GPU_DECODES = [(1, n) for n in (1, 15, 16, 17, 63, 64, 65, 255, 257, 1000, 4097)] + [(0, 40)]
 GPU_MIXED = [(1, 9), (70, 70), (1, 1400), (0, 5), (130, 300), (2, 2), (1, 1), (222, 2222)]
-
-
-def attend(case: Case, out: torch.Tensor | None = None) -> torch.Tensor:
-    if out is None:
-        out = case.query.new_zeros(*case.query.shape[:2], case.width)
-    call = case.query, case.keys, case.values, case.batch
-    return paged_attention(*call, out=out, **case.options)
 
 
 @pytest.mark.gpu
@@ -170,7 +171,7 @@ def test_gpu_graph_follows_lengths_and_tables() -> None:
         block_size=16,
         max_query_len=1,
         max_kv_len=2000,
-    ), cases[0].options | {"rotary": rotary})  # fmt: skip
+    ), cases[0].options, rotary)  # fmt: skip
 
     def fresh() -> torch.Tensor:
         return attend(replace(static, batch=replace(static.batch, _arrivals={})), out)
@@ -181,7 +182,8 @@ def test_gpu_graph_follows_lengths_and_tables() -> None:
         batch.kv_lens.copy_(case.batch.kv_lens)
         batch.block_tables[:, : case.batch.block_tables.shape[1]] = case.batch.block_tables
         query.copy_(case.query)
-        rotary.copy_(case.options["rotary"])
+        assert case.rotary is not None
+        rotary.copy_(case.rotary)
         keys[: len(case.keys)], values[: len(case.values)] = case.keys, case.values
         graph.replay()
         assert worst_row_error(out, case.expected()) < limit

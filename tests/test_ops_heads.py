@@ -13,7 +13,7 @@ from helpers_lora import TOLERANCE, SlotSpec, bits, make_site, make_table, relat
 from vexpert.kernels.dense_factors import HeadColumns
 from vexpert.kernels.head_lora import MOST_BY_RUN
 from vexpert.ops.backend import select_backend
-from vexpert.ops.reference import head_delta
+from vexpert.ops.reference import reference_head_delta
 from vexpert.ops.types import LoraSite, PackedLora, SiteTable
 
 HAS_GPU = torch.cuda.is_available()
@@ -55,7 +55,7 @@ class Case:
 
     def reference(self) -> torch.Tensor:
         given = self.x, self.site, self.table, self.slots, self.columns, self.of_keys
-        return head_delta(*given)
+        return reference_head_delta(*given)
 
 
 def make_case(

@@ -128,26 +128,35 @@ class AttentionLayer:
         keys = self.read(self.keys, blocks, n).transpose(1, 2)
         return keys, self.read(self.values, blocks, n).transpose(1, 2)
 
-    def attend(
-        self, query: torch.Tensor, softmax: Softmax, rotary: torch.Tensor | None = None
-    ) -> torch.Tensor:
-        """Attention of query [T, Hq, d] over what the cache holds: [T, Hq, d of value].
+    def attend(self, query: torch.Tensor, softmax: Softmax) -> torch.Tensor:
+        """Attention of query [T, Hq, d] over what the cache holds: [T, Hq, d of value]."""
+        run = ops.invariant_attention if self.batch_invariant else ops.paged_attention
+        return run(
+            query,
+            self.keys,
+            self.values,
+            self.context.running.attention_batch,
+            scaling=softmax.scaling,
+            window=self.kind.window,
+            chunk=self.kind.chunk,
+            softcap=softmax.softcap,
+            sinks=softmax.sinks,
+        )
 
-        rotary [T, Hq, dr]: the query's part for the rotary part of the keys, in latent attention.
-        """
-        batch = self.context.running.attention_batch
-        options: dict[str, Any] = {
-            "scaling": softmax.scaling,
-            "window": self.kind.window,
-            "chunk": self.kind.chunk,
-            "softcap": softmax.softcap,
-            "sinks": softmax.sinks,
-        }
-        if self.batch_invariant:
-            assert rotary is None, "latent attention cannot be batch invariant"
-            return ops.invariant_attention(query, self.keys, self.values, batch, **options)
-        options["rotary"] = rotary
-        return ops.paged_attention(query, self.keys, self.values, batch, **options)
+    def attend_latents(
+        self, query: torch.Tensor, rotary: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Sums of latents [T, Hq, rank], for query [T, Hq, rank] and rotary [T, Hq, dr]."""
+        return ops.latent_attention(
+            query,
+            rotary,
+            self.keys,
+            self.values,
+            self.context.running.attention_batch,
+            scaling=scaling,
+            window=self.kind.window,
+            chunk=self.kind.chunk,
+        )
 
 
 def paged_attention(
@@ -185,7 +194,7 @@ def _attend_latents(
     key, rotary = torch.split(query, [latent.columns.key, layer.value_shape[1]], 2)
     absorbed = latent.absorb(key)
     if layer.use_kernels:
-        return latent.project(layer.attend(absorbed, softmax, rotary))
+        return latent.project(layer.attend_latents(absorbed, rotary, softmax.scaling))
     both = _attend_groups(layer, torch.cat((absorbed, rotary), 2), softmax)
     return latent.project(both[..., : layer.key_shape[1]])
 

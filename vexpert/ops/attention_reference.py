@@ -17,12 +17,9 @@ def reference_attention(
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
-    rotary: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """The same in float64, sequence by sequence; asks the device for all values."""
     how = Scores(scaling, window, chunk, softcap, sinks)
-    if rotary is not None:
-        query, keys, values = torch.cat((query, rotary), 2), torch.cat((keys, values), 2), keys
     if out is None:
         out = query.new_empty(*query.shape[:2], values.shape[2])
     starts, lens = batch.query_starts.tolist(), batch.kv_lens.tolist()
@@ -34,6 +31,25 @@ def reference_attention(
             rows = block * batch.block_size + position % batch.block_size
             out[part] = _attend_one(query[part], keys[rows], values[rows], how).to(out.dtype)
     return out
+
+
+def reference_latent_attention(
+    query: torch.Tensor,
+    rotary: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scaling: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`latent_attention` in float64: both parts together, and the first as values."""
+    both = torch.cat((query, rotary), 2), torch.cat((keys, values), 2)
+    return reference_attention(
+        *both, keys, batch, scaling=scaling, window=window, chunk=chunk, out=out
+    )
 
 
 def _attend_one(

@@ -57,7 +57,7 @@ def lora_delta(
     return delta
 
 
-def head_delta(
+def reference_head_delta(
     x: torch.Tensor,
     site: LoraSite,
     table: SiteTable,
