@@ -225,6 +225,8 @@ def test_the_kernels_themselves(either: Models, monkeypatch: pytest.MonkeyPatch)
     assert capturer.waits.count > 100
     assert not capturer.waits.seen
     assert_equal(got, answers(either.engine("cpu", False, **options), [None, "all"], tokens=2))
+    options["lora_backend"] = "torch"  # LoRA by other code
+    assert_equal(got, answers(either.engine("cpu", False, **options), [None, "all"], tokens=2))
 
 
 @pytest.mark.usefixtures("attention")
