@@ -6,7 +6,7 @@ from typing import Any
 import torch
 
 from vexpert.kernels.paged_types import AttentionBatch
-from vexpert.ops.attention import reference_attention
+from vexpert.ops.attention import reference_attention, reference_latent_attention
 
 
 @dataclass(frozen=True)
@@ -18,12 +18,21 @@ class Case:
     values: torch.Tensor
     batch: AttentionBatch
     options: dict[str, Any] = field(default_factory=dict)  # scaling, window, chunk, softcap, sinks
+    rotary: torch.Tensor | None = None  # of latent attention
+
+    @property
+    def width(self) -> int:
+        """Columns of a head of the output."""
+        return (self.values if self.rotary is None else self.keys).shape[2]
 
     def expected(self, **changes: Any) -> torch.Tensor:
         """By the reference, in float64; rows behind the last sequence are zeros."""
-        out = self.query.new_zeros(*self.query.shape[:2], self.values.shape[2])
+        out = self.query.new_zeros(*self.query.shape[:2], self.width)
         options = {**self.options, **changes, "out": out.double()}
-        return reference_attention(self.query, self.keys, self.values, self.batch, **options)
+        rest = self.keys, self.values, self.batch
+        if self.rotary is None:
+            return reference_attention(self.query, *rest, **options)
+        return reference_latent_attention(self.query, self.rotary, *rest, **options)
 
 
 @dataclass(frozen=True)
@@ -76,6 +85,25 @@ def make_case(
     if sinks:
         options["sinks"] = torch.randn(heads, generator=random).to(device, dtype)
     return Case(query, keys.to(device, dtype), values.to(device, dtype), batch, options)
+
+
+def make_latent_case(
+    lens: list[tuple[int, int]],
+    heads: int = 3,
+    rank: int = 24,
+    rotary: int = 8,
+    block_size: int = 4,
+    spare_rows: int = 0,
+    **given: Any,
+) -> Case:
+    """As `make_case`, of latent attention: the keys' parts lie side by side in one cache, and the
+    query's second part behind columns that are not its own."""
+    sizes = Sizes(1, heads, rank + rotary, 1, block_size, spare_rows)
+    case = make_case(lens, sizes, **given)
+    parts = [rank, rotary]
+    keys, values = torch.split(case.keys, parts, 2)
+    query, second = torch.split(case.query, parts, 2)
+    return replace(case, query=query, keys=keys, values=values, rotary=second)
 
 
 def worst_row_error(out: torch.Tensor, want: torch.Tensor) -> float:

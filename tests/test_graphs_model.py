@@ -29,7 +29,7 @@ from vexpert.engine.warmup import WarmUp, _signatures, powers, run_steps
 from vexpert.models.loader import serve
 from vexpert.models.served import TransformersModel
 from vexpert.ops import attention as attention_ops
-from vexpert.ops.attention_reference import reference_attention
+from vexpert.ops.attention_reference import reference_attention, reference_latent_attention
 
 DEVICES = ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)]
 PROMPT = [5, 9, 3, 14, 7, 39]
@@ -102,12 +102,31 @@ def attention(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
     """On a CPU, the reference in place of the kernels."""
     if request.node.callspec.params.get("device", "cpu") == "cpu":
         monkeypatch.setattr(attention_ops, "paged_attention", reference_attention)
+        monkeypatch.setattr(attention_ops, "latent_attention", reference_latent_attention)
         monkeypatch.setattr(attention_ops, "write_cache", reference_write)
 
 
 @pytest.fixture(scope="module")
 def models(tmp_path_factory: pytest.TempPathFactory) -> Models:
     return Models(tmp_path_factory.mktemp("adapters"))
+
+
+@pytest.fixture(scope="module")
+def latent_models(tmp_path_factory: pytest.TempPathFactory) -> Models:
+    """Of latent attention, with adapters on all of its projections, kv_b_proj too."""
+    found = Models(tmp_path_factory.mktemp("latent"), "deepseek_v3")
+    assert any("kv_b_proj" in key for key in found.files.factors)
+    return found
+
+
+@pytest.fixture
+def either(request: pytest.FixtureRequest, which: str) -> Models:
+    found = request.getfixturevalue(which)
+    assert isinstance(found, Models)
+    return found
+
+
+KINDS = pytest.mark.parametrize("which", ["models", "latent_models"])
 
 
 def params(max_tokens: int) -> SamplingParams:
@@ -192,32 +211,36 @@ def test_waits_are_seen() -> None:
     assert not waits.seen
 
 
-def test_the_kernels_themselves(models: Models, monkeypatch: pytest.MonkeyPatch) -> None:
+@KINDS
+def test_the_kernels_themselves(either: Models, monkeypatch: pytest.MonkeyPatch) -> None:
     """In the interpreter: three tokens of two requests, one of them with an adapter. Nothing in a
     captured step waits for the device.
     """
     capturer = WatchingCapturer()
     monkeypatch.setitem(globals(), "EagerCapturer", lambda: capturer)
     options = {"lora_backend": "triton", "max_num_seqs": 2, "max_loras": 2}
-    engine = models.engine("cpu", **options, warm_up="none")
+    engine = either.engine("cpu", **options, warm_up="none")
     got = answers(engine, [None, "all"], tokens=2)
     assert len(graphs_of(engine)._lora) == 1
     assert capturer.waits.count > 100
     assert not capturer.waits.seen
-    assert_equal(got, answers(models.engine("cpu", False, **options), [None, "all"], tokens=2))
+    assert_equal(got, answers(either.engine("cpu", False, **options), [None, "all"], tokens=2))
+    options["lora_backend"] = "torch"  # LoRA by other code
+    assert_equal(got, answers(either.engine("cpu", False, **options), [None, "all"], tokens=2))
 
 
 @pytest.mark.usefixtures("attention")
 @pytest.mark.parametrize("device", DEVICES)
-def test_replay_equals_eager(models: Models, device: str) -> None:
+@KINDS
+def test_replay_equals_eager(either: Models, device: str) -> None:
     """Base and adapters mixed in padded batches, and each request alone, in float32."""
     names = [None, "all", "attention", "other", "all"]
-    engine = models.engine(device)
+    engine = either.engine(device)
     graphs = graphs_of(engine)
     base = graphs.num_captured
     mixed = answers(engine, names)
     assert graphs.num_captured > base
-    assert_equal(mixed, answers(models.engine(device, with_graphs=False), names))
+    assert_equal(mixed, answers(either.engine(device, with_graphs=False), names))
     captured = graphs.num_captured
     for index in (0, 3):
         before = engine.stats().steps
@@ -249,8 +272,9 @@ def no_waits() -> Iterator[None]:
 
 
 @pytest.mark.gpu
+@KINDS
 def test_a_decode_step_neither_waits_nor_allocates(
-    models: Models, monkeypatch: pytest.MonkeyPatch
+    either: Models, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """From the host's view of the step to the replay, once its sequences are those of the last."""
     zero = torch.zeros(1, device="cuda")  # before it there are no statistics
@@ -259,7 +283,7 @@ def test_a_decode_step_neither_waits_nor_allocates(
     with pytest.raises(RuntimeError, match="synchroniz"), no_waits():
         zero.item()
     names: list[str | None] = [None, "all", "attention", "other"]
-    engine = models.engine("cuda")
+    engine = either.engine("cuda")
     graphs = graphs_of(engine)
     answers(engine, names, 16)  # every graph that is needed is captured
     captured, run = graphs.num_captured, graphs.run
@@ -286,16 +310,17 @@ def test_a_decode_step_neither_waits_nor_allocates(
 
 @pytest.mark.usefixtures("attention")
 @pytest.mark.parametrize("device", DEVICES)
-def test_adapters_come_and_go_between_replays(models: Models, device: str) -> None:
-    engine = models.engine(device, max_loras=2)
+@KINDS
+def test_adapters_come_and_go_between_replays(either: Models, device: str) -> None:
+    engine = either.engine(device, max_loras=2)
     first = answers(engine, ["all", "all", None])
     captured = graphs_of(engine).num_captured
     other = answers(engine, ["other", "other", None])  # the same graphs, another slot
     assert (first[0] - other[0]).abs().max() > 0.01
     engine.unload_adapter("all")
-    engine.load_adapter("all", str(models.paths["other"]))
+    engine.load_adapter("all", str(either.paths["other"]))
     assert_equal(answers(engine, ["all", "all", None]), other)
-    engine.load_adapter("all", str(models.paths["all"]), load_inplace=True)
+    engine.load_adapter("all", str(either.paths["all"]), load_inplace=True)
     answers(engine, ["attention"], tokens=1)  # takes a slot: somebody leaves
     assert_equal(answers(engine, ["all", None, "all"])[:1], first[:1])
     assert graphs_of(engine).num_captured == captured
@@ -334,20 +359,6 @@ def test_a_graph_without_the_site_of_an_adapter_would_be_wrong(models: Models, d
     (replay,) = graphs._lora.values()
     graphs._find = lambda key, view: replay  # type: ignore[method-assign]
     assert (answers(wrong, ["all"], 3)[0][1:] - right[0][1:]).abs().max() > 0.01
-
-
-def test_latent_attention_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
-    model = make_model("deepseek_v3")
-    config = EngineConfig(
-        model=FOLDER, device="cpu", dtype="float32", enable_lora=False, kv_cache_memory=1 << 22,
-        max_model_len=64,
-    )  # fmt: skip
-    ours = serve(model, model.config, config, torch.float32, torch.device("cpu"))
-    caplog.set_level("INFO")
-    capturer = EagerCapturer()
-    engine = Engine(config, model=ours, tokenizer=FakeTokenizer(), capturer=capturer)
-    assert engine._runner._graphs is None
-    assert "latent attention" in caplog.text
 
 
 @pytest.mark.usefixtures("attention")

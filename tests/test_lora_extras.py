@@ -30,7 +30,6 @@ from vexpert.lora.layers.extras import apply_extras
 from vexpert.lora.layers.groups import RowGroups
 from vexpert.lora.manager import AdapterManager
 from vexpert.lora.site_extras import SiteExtra, plan_extras, view_extras, write_extras
-from vexpert.models.served import TransformersModel
 
 TOLERANCE = 2e-4
 
@@ -288,11 +287,24 @@ def test_a_routers_bias_is_refused(tmp_path: Path) -> None:
         make_llm(files.model).load_adapter("x", str(path))
 
 
-def test_latent_layers_see_the_extras_of_the_context(tmp_path: Path) -> None:
-    """kv_b_proj runs on the rows of the context, with slots of its own."""
+@pytest.mark.parametrize("virtual", [True, False])
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda:0", marks=pytest.mark.gpu)])
+def test_extras_of_what_expands_latents(device: str, virtual: bool, tmp_path: Path) -> None:
+    """kv_b_proj is absorbed: what an adapter adds to its keys and values meets queries and sums."""
     files = Files(model("deepseek_v3"), tmp_path)
-    chosen = files.with_magnitudes(files.some("kv_b_proj"))
-    llm = make_llm(files.model)
-    assert isinstance(llm.engine._runner._model, TransformersModel)
-    names = load(llm, files.save("kv", chosen, use_dora=True))
-    assert_right(files, llm, [None, *names, None])
+    both = [f"model.layers.{i}.self_attn.kv_b_proj.weight" for i in range(2)]
+    factors = files.some("kv_b_proj")
+    paths = (
+        files.save("factors", factors),
+        files.save("dora", files.with_magnitudes(factors), use_dora=True),
+        files.save("bias", files.with_biases(factors), lora_bias=True),
+        files.save("full", files.changed(both[0]) | files.some("layers.1.self_attn.kv_b_proj")),
+        files.save("weights", files.changed(*both) | files.some("o_proj")),
+    )
+    options = {"lora_use_virtual_experts": virtual, "max_loras": 5, "kv_cache_memory": 1 << 24}
+    llm = make_llm(files.model, device, **options)
+    names = load(llm, *paths)
+    base = merged_log_probs(files, None, IDS)
+    for name in names:
+        assert (merged_log_probs(files, tmp_path / name, IDS) - base).abs().max() > 0.01, name
+    assert_right(files, llm, [None, *(n for name in names for n in (name, None)), *names])

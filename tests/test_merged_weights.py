@@ -81,7 +81,7 @@ def served_log_probs(llm: LLM, prompts: list[list[int]], names: list[str | None]
     return tables
 
 
-@pytest.mark.parametrize("model_type", MOE)
+@pytest.mark.parametrize("model_type", [*MOE, "glm4_moe_lite"])
 @pytest.mark.parametrize("virtual_experts", [True, False], ids=["virtual", "classic"])
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 def test_a_mixed_batch_equals_merged_models(

@@ -39,9 +39,11 @@ def test_exact(model_type: str) -> None:
     assert worst_error(tiny_model(model_type)) < LIMIT
 
 
-# sinks and window; softcap and window; chunks
+# sinks and window; softcap and window; chunks; latents, in two forms of rotation
 @pytest.mark.skipif(torch.cuda.is_available(), reason="Triton's interpreter is not in use")
-@pytest.mark.parametrize("model_type", ["gpt_oss", "gemma2", "llama4_text"])
+@pytest.mark.parametrize(
+    "model_type", ["gpt_oss", "gemma2", "llama4_text", "deepseek_v2", "deepseek_v3"]
+)
 def test_exact_with_kernels(model_type: str) -> None:
     error = worst_error(tiny_model(model_type), longest=17, count=3, use_kernels=True)
     assert error < LIMIT
@@ -51,7 +53,7 @@ def test_exact_with_kernels(model_type: str) -> None:
 def test_kernels_come_with_the_triton_backend() -> None:
     for backend, model_type, expected in (
         ("triton", "qwen3", True),
-        ("triton", "deepseek_v2", False),  # latent
+        ("triton", "deepseek_v2", True),  # latent
         ("torch", "qwen3", False),
     ):
         layers = served(tiny_model(model_type), lora_backend=backend).layers

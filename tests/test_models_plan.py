@@ -108,12 +108,13 @@ def test_a_window_reads_its_last_blocks_only() -> None:
     assert keys.length <= 48
 
 
-def test_context_slots() -> None:
-    plan = StepPlan(step_of([1, 2, 1], [3, 2, 6], 4), 4)
-    slots = plan.context_slots(CAUSAL, torch.tensor([5, 0, 0, -1]))
-    first = [5, 5, 5] + [-1] * 5 + [-1] * 8
-    assert slots.tolist() == [*first, 0, 0, -1, -1]
-    assert plan.context_size(CAUSAL) == len(slots)
+def test_masks_are_repeated_for_the_heads_of_a_product() -> None:
+    plan = StepPlan(step_of([1, 12, 1], [3, 30, 6], 4), 4)
+    decodes, chunk = plan.head_masks(CAUSAL, (3, 1))
+    keys = plan.keys(CAUSAL)
+    assert decodes.shape == (2, 1, 3, keys[0].length)
+    assert all(torch.equal(decodes[:, 0, i], keys[0].mask[:, 0]) for i in range(3))
+    assert torch.equal(chunk, keys[1].mask[:, None])
 
 
 def test_a_plan_takes_a_batch_of_its_own() -> None:

@@ -28,6 +28,20 @@ class DenseFactors:
 
 
 @dataclass(frozen=True)
+class HeadColumns:
+    """Output columns of a Linear that expands latents: of each head, those of keys, then values."""
+
+    heads: int
+    key: int
+    value: int
+
+    @property
+    def width(self) -> int:
+        """Columns of one head."""
+        return self.key + self.value
+
+
+@dataclass(frozen=True)
 class ReaderTile:
     """How a kernel that reads the output of many rows ends its LoRA: rows of a program together."""
 

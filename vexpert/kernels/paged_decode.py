@@ -13,10 +13,11 @@ adds the runs up, in their order, whoever it is: the result is the same every ti
 | array | shape | holds |
 |---|---|---|
 | query | [T, Hq, d] float | any strides of rows and heads |
-| keys, values | [rows, Hkv, d or dv] in query's dtype | the cache |
+| keys, values | [rows, Hkv, d or dv] in query's dtype | the cache; latent: both parts of the keys |
 | query_starts, kv_lens, block_tables | | see `AttentionBatch` |
 | sinks | [Hq] float, or None | see `Scores` |
 | out | [T, Hq, dv] in query's dtype | any strides of rows and heads |
+| rotary | [T, Hq, dr] in query's dtype, or None | latent: second part of the query |
 | part_out | [B, Hq, S, dv] float32 | a run's sum of weighted values, not yet divided |
 | part_peak, part_total | [B, Hq, S] float32 | its largest score (base 2), its sum of weights |
 | arrivals | [B * groups] int32 | runs done; zero before and after |
@@ -44,7 +45,11 @@ from vexpert.kernels.paged_tiles import (
     cap_scores,
     fold,
     load_blocks,
+    load_queries,
     load_rows,
+    load_values,
+    multiply,
+    rotary_arguments,
 )
 from vexpert.kernels.paged_types import AttentionBatch, PagedShape, Scores
 
@@ -112,12 +117,13 @@ def _decode_kernel(
     query, keys, values, query_starts, kv_lens, block_tables, sinks, out, part_out, part_peak,
     part_total, arrivals, width, scale, softcap, window, chunk, stride_qt, stride_qh, stride_kr,
     stride_kh, stride_vr, stride_vh, stride_table, stride_ot, stride_oh, min_keys,
-    splits, num_rows,
+    splits, num_rows, rotary, stride_rt, stride_rh,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, IS_SPLIT: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK_H: tl.constexpr,
     ROWS: tl.constexpr, BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_N: tl.constexpr,
     GROUP: tl.constexpr, PRECISION: tl.constexpr, RELEASE: tl.constexpr, PDL: tl.constexpr,
+    DR: tl.constexpr, BLOCK_DR: tl.constexpr,
 ):  # fmt: skip
     pdl_release(PDL and RELEASE)
     pdl_wait(PDL)
@@ -154,12 +160,14 @@ def _decode_kernel(
     end = tl.minimum(begin + run, kv_len)
 
     h = tl.arange(0, BLOCK_H)
-    d = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_DV)
     n = tl.arange(0, BLOCK_N)
     mine = h < heads_left
-    q_at = query + token * stride_qt + (first_head + h)[:, None] * stride_qh + d[None, :]
-    q = tl.load(q_at, mask=mine[:, None] & (d < D)[None, :], other=0.0)
+    q = load_queries(query + token * stride_qt, first_head + h, mine, stride_qh, D, BLOCK_D)
+    q_rotary = q
+    if DR > 0:
+        its = rotary + token * stride_rt
+        q_rotary = load_queries(its, first_head + h, mine, stride_rh, DR, BLOCK_DR)
     peak = tl.full((BLOCK_H,), float("-inf"), dtype=tl.float32)
     total = tl.zeros((BLOCK_H,), dtype=tl.float32)
     if HAS_SINKS:
@@ -175,8 +183,10 @@ def _decode_kernel(
         row = block * BLOCK_SIZE + j % BLOCK_SIZE
         block = load_blocks(table, j + BLOCK_N, width, BLOCK_SIZE)
         key = load_rows(keys, row, inside, g * stride_kh, stride_kr, D, BLOCK_D)
-        value = load_rows(values, row, inside, g * stride_vh, stride_vr, DV, BLOCK_DV)
-        products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+        value, key_rotary = load_values(
+            key, values, row, inside, g, stride_vr, stride_vh, DV, BLOCK_DV, DR, BLOCK_DR
+        )
+        products = multiply(q, q_rotary, key, key_rotary, DR, PRECISION)
         scores = cap_scores(products, scale, softcap, HAS_SOFTCAP)
         scores = tl.where(inside[None, :], scores, float("-inf"))
         peak, total, acc = fold(scores, value, peak, total, acc, False, PRECISION)
@@ -228,13 +238,15 @@ def paged_decode(
     how: Scores,
     out: torch.Tensor,
     shape: DecodeShape,
+    rotary: torch.Tensor | None = None,
 ) -> None:
     """Write, in place, the row of `out` [T, Hq, dv] of every sequence that has one query row.
 
-    Other rows stay as they are. Columns are adjacent. Reference:
-    `ops.attention_reference.reference_attention`.
+    Other rows stay as they are. Columns are adjacent. References:
+    `ops.attention_reference.reference_attention`,
+    `ops.attention_reference.reference_latent_attention`.
     """
-    sizes = PagedShape.of(query, keys, values)
+    sizes = PagedShape.of(query, keys, values, rotary)
     block_h = power_of_two(sizes.group, 16, 64)
     programs = programs_of(sizes.kv_heads, sizes.group)
     most_keys = how.most_keys(batch.max_kv_len)
@@ -250,7 +262,8 @@ def paged_decode(
         stride_qt=query.stride(0), stride_qh=query.stride(1), stride_kr=keys.stride(0),
         stride_kh=keys.stride(1), stride_vr=values.stride(0), stride_vh=values.stride(1),
         stride_table=batch.block_tables.stride(0), stride_ot=out.stride(0), stride_oh=out.stride(1),
-        min_keys=shape.min_keys, **how.constants(), GROUP_SIZE=sizes.group, D=sizes.width,
+        min_keys=shape.min_keys, **rotary_arguments(sizes, query, rotary), **how.constants(),
+        GROUP_SIZE=sizes.group, D=sizes.width,
         DV=sizes.value_width, BLOCK_SIZE=batch.block_size, splits=splits, num_rows=out.shape[0],
         IS_SPLIT=splits > 1, BLOCK_S=MOST_SPLITS, BLOCK_H=block_h, ROWS=rows,
         BLOCK_D=power_of_two(sizes.width, 16, 1024), BLOCK_DV=block_dv, BLOCK_N=shape.block_n,

@@ -12,10 +12,11 @@ those without queries end at once. Nothing of this is asked of the host.
 | array | shape | holds |
 |---|---|---|
 | query | [T, Hq, d] float | any strides of rows and heads |
-| keys, values | [rows, Hkv, d or dv] in query's dtype | the cache |
+| keys, values | [rows, Hkv, d or dv] in query's dtype | the cache; latent: both parts of the keys |
 | query_starts, kv_lens, block_tables | | see `AttentionBatch` |
 | sinks | [Hq] float, or None | see `Scores` |
 | out | [T, Hq, dv] in query's dtype | any strides of rows and heads |
+| rotary | [T, Hq, dr] in query's dtype, or None | latent: second part of the query |
 """
 
 from dataclasses import dataclass
@@ -40,7 +41,11 @@ from vexpert.kernels.paged_tiles import (
     cap_scores,
     fold,
     load_blocks,
+    load_queries,
     load_rows,
+    load_values,
+    multiply,
+    rotary_arguments,
 )
 from vexpert.kernels.paged_types import AttentionBatch, PagedShape, Scores
 
@@ -87,12 +92,12 @@ def _hide(
 def _prefill_kernel(
     query, keys, values, query_starts, kv_lens, block_tables, sinks, out, sequences, width, scale,
     softcap, window, chunk, stride_qt, stride_qh, stride_kr, stride_kh, stride_vr, stride_vh,
-    stride_table, stride_ot, stride_oh, least_len,
+    stride_table, stride_ot, stride_oh, least_len, rotary, stride_rt, stride_rh,
     HAS_WINDOW: tl.constexpr, HAS_CHUNK: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     HAS_SINKS: tl.constexpr, GROUP_SIZE: tl.constexpr, D: tl.constexpr, DV: tl.constexpr,
     BLOCK_SIZE: tl.constexpr, HEADS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_B: tl.constexpr, PRECISION: tl.constexpr,
-    PDL: tl.constexpr,
+    PDL: tl.constexpr, DR: tl.constexpr, BLOCK_DR: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     block_q: tl.constexpr = BLOCK_M // HEADS
@@ -109,7 +114,6 @@ def _prefill_kernel(
     kv_len = tl.load(kv_lens + b).to(tl.int32)
 
     m = tl.arange(0, BLOCK_M)
-    d = tl.arange(0, BLOCK_D)
     column = tl.arange(0, BLOCK_DV)
     h = tl.program_id(0) % parts * HEADS + m % HEADS
     i = first_query + m // HEADS
@@ -118,8 +122,11 @@ def _prefill_kernel(
     position = kv_len - query_len + tl.where(mine, i, first_query)
     token = start + i
     head = g * GROUP_SIZE + h
-    q_at = query + token[:, None] * stride_qt + head[:, None] * stride_qh + d[None, :]
-    q = tl.load(q_at, mask=mine[:, None] & (d < D)[None, :], other=0.0)
+    q = load_queries(query + token[:, None] * stride_qt, head, mine, stride_qh, D, BLOCK_D)
+    q_rotary = q
+    if DR > 0:
+        its = rotary + token[:, None] * stride_rt
+        q_rotary = load_queries(its, head, mine, stride_rh, DR, BLOCK_DR)
 
     first_position = kv_len - query_len + first_query
     left = 0
@@ -147,8 +154,10 @@ def _prefill_kernel(
         row = block * BLOCK_SIZE + j % BLOCK_SIZE
         block = load_blocks(table, j + BLOCK_N, width, BLOCK_SIZE)
         key = load_rows(keys, row, inside, g * stride_kh, stride_kr, D, BLOCK_D)
-        value = load_rows(values, row, inside, g * stride_vh, stride_vr, DV, BLOCK_DV)
-        products = tl.dot(q, tl.trans(key), input_precision=PRECISION)
+        value, key_rotary = load_values(
+            key, values, row, inside, g, stride_vr, stride_vh, DV, BLOCK_DV, DR, BLOCK_DR
+        )
+        products = multiply(q, q_rotary, key, key_rotary, DR, PRECISION)
         scores = cap_scores(products, scale, softcap, HAS_SOFTCAP)
         hides = first + BLOCK_N > first_position + 1  # something of someone
         if HAS_WINDOW:
@@ -174,13 +183,15 @@ def paged_prefill(
     out: torch.Tensor,
     shape: PrefillShape,
     least_len: int = 1,
+    rotary: torch.Tensor | None = None,
 ) -> None:
     """Write, in place, the rows of `out` of sequences with at least `least_len` query rows.
 
-    Other rows stay as they are. Columns are adjacent. Reference:
-    `ops.attention_reference.reference_attention`.
+    Other rows stay as they are. Columns are adjacent. References:
+    `ops.attention_reference.reference_attention`,
+    `ops.attention_reference.reference_latent_attention`.
     """
-    sizes = PagedShape.of(query, keys, values)
+    sizes = PagedShape.of(query, keys, values, rotary)
     heads = min(sizes.group, shape.block_m)
     tiles = query.shape[0] // (shape.block_m // heads) + batch.num_sequences
     _prefill_kernel[(sizes.kv_heads * ceil_div(sizes.group, heads), tiles)](
@@ -190,7 +201,8 @@ def paged_prefill(
         stride_qt=query.stride(0), stride_qh=query.stride(1), stride_kr=keys.stride(0),
         stride_kh=keys.stride(1), stride_vr=values.stride(0), stride_vh=values.stride(1),
         stride_table=batch.block_tables.stride(0), stride_ot=out.stride(0), stride_oh=out.stride(1),
-        least_len=least_len, **how.constants(), GROUP_SIZE=sizes.group, D=sizes.width,
+        least_len=least_len, **rotary_arguments(sizes, query, rotary), **how.constants(),
+        GROUP_SIZE=sizes.group, D=sizes.width,
         DV=sizes.value_width, BLOCK_SIZE=batch.block_size, HEADS=heads, BLOCK_M=shape.block_m,
         BLOCK_N=shape.block_n, BLOCK_D=power_of_two(sizes.width, 16, 1024),
         BLOCK_DV=power_of_two(sizes.value_width, 16, 1024), BLOCK_B=128,

@@ -89,15 +89,30 @@ class PagedShape:
     group: int  # query heads of one KV head
     width: int  # d of query and key
     value_width: int
+    rotary: int = 0  # columns of the second part of query and key; 0: there is none
 
     @classmethod
-    def of(cls, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> "PagedShape":
-        """Of query [T, Hq, d], keys [rows, Hkv, d], values [rows, Hkv, dv]; columns adjacent."""
-        for name, tensor in (("query", query), ("keys", keys), ("values", values)):
-            assert tensor.dim() == 3, (name, tuple(tensor.shape))
-            assert tensor.stride(2) == 1, (name, tensor.stride())
+    def of(
+        cls,
+        query: torch.Tensor,
+        keys: torch.Tensor,
+        values: torch.Tensor,
+        rotary: torch.Tensor | None = None,
+    ) -> "PagedShape":
+        """Of query [T, Hq, d], keys [rows, Hkv, d], values [rows, Hkv, dv]; columns adjacent.
+
+        rotary [T, Hq, dv]: `values` are then the second part of the keys, whose first is the value.
+        """
+        given = {"query": query, "keys": keys, "values": values, "rotary": rotary}
+        for name, tensor in given.items():
+            assert tensor is None or tensor.dim() == 3, (name, tuple(tensor.shape))
+            assert tensor is None or tensor.stride(2) == 1, (name, tensor.stride())
         assert keys.shape[:2] == values.shape[:2], (tuple(keys.shape), tuple(values.shape))
         assert query.shape[2] == keys.shape[2], (tuple(query.shape), tuple(keys.shape))
         group, rest = divmod(query.shape[1], keys.shape[1])
         assert rest == 0, (tuple(query.shape), tuple(keys.shape))
-        return cls(keys.shape[1], group, keys.shape[2], values.shape[2])
+        if rotary is None:
+            return cls(keys.shape[1], group, keys.shape[2], values.shape[2])
+        second = (*query.shape[:2], values.shape[2])
+        assert rotary.shape == second, (tuple(rotary.shape), second)
+        return cls(keys.shape[1], group, keys.shape[2], keys.shape[2], values.shape[2])

@@ -21,9 +21,10 @@ from typing import TYPE_CHECKING
 
 from vexpert.errors import AdapterError, AdapterNotFoundError
 from vexpert.log import get_logger
+from vexpert.lora.folder_look import Look, look
 from vexpert.lora.source import Fingerprint
 from vexpert.lora.types import AdapterRef
-from vexpert.lora.watched_folder import Look, check_folder, look
+from vexpert.lora.watched_folder import check_folder
 
 if TYPE_CHECKING:
     from vexpert.lora.manager import AdapterManager
@@ -180,7 +181,7 @@ def _run(watcher: "weakref.ref[Watcher]", interval: float) -> None:
         began = time.perf_counter()
         try:
             alive.scan()
-        except Exception:
+        except Exception:  # this thread is all that looks: it must not end
             logger.exception("lora_dir: a look met an unexpected error; the next one follows")
         seconds = time.perf_counter() - began
         del alive

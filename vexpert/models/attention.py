@@ -1,11 +1,13 @@
 """Attention over the paged cache, as a function of transformers' AttentionInterface.
 
-With the Triton backend it runs as kernels over the cache (`ops/attention.py`). On a CPU, and for
-latent attention, whole contexts are gathered and go through PyTorch's own attention.
+With the Triton backend it runs as kernels over the cache (`ops/attention.py`). On a CPU whole
+contexts are gathered and go through PyTorch's own attention.
 
-A layer keeps keys and values [num_blocks * block_size, Hkv, d], or the compressed latents of
-multi-head latent attention in the same layout with one head. The step's metadata comes from the
-layer object that sits on the attention module, so several models live in one process.
+A layer keeps keys and values [num_blocks * block_size, Hkv, d]. Of multi-head latent attention it
+keeps latents and the rotary part of the keys, in the same layout with one head, and attends in the
+absorbed form: queries meet the latents themselves, which are the values too. The step's metadata
+comes from the layer object that sits on the attention module, so several models live in one
+process.
 """
 
 from dataclasses import dataclass
@@ -15,8 +17,9 @@ import torch
 from torch import nn
 from torch.nn import functional
 
+from vexpert.lora.layers import LatentLinear
 from vexpert.models.masks import MaskKind
-from vexpert.models.plan import Group, StepPlan
+from vexpert.models.plan import SMALL_QUERY, Group, StepPlan
 from vexpert.ops import attention as ops
 
 NAME = "vexpert"
@@ -50,7 +53,11 @@ class Softmax:
 
 
 class AttentionLayer:
-    """Cache and mask kind of one attention module. `key_shape`, `value_shape`: (heads, width)."""
+    """Cache and mask kind of one attention module. `key_shape`, `value_shape`: (heads, width).
+
+    latent: what expands the latents, in latent attention; keys are then latents, values the keys'
+    rotary part, and both lie side by side in `both`.
+    """
 
     def __init__(
         self,
@@ -58,7 +65,7 @@ class AttentionLayer:
         kind: MaskKind,
         key_shape: tuple[int, int],
         value_shape: tuple[int, int],
-        is_latent: bool,
+        latent: LatentLinear | None = None,
         use_kernels: bool = False,
         batch_invariant: bool = False,
     ) -> None:
@@ -66,11 +73,12 @@ class AttentionLayer:
         self.kind = kind
         self.key_shape = key_shape
         self.value_shape = value_shape
-        self.is_latent = is_latent
-        self.use_kernels = use_kernels and not is_latent
+        self.latent = latent
+        self.use_kernels = use_kernels
         self.batch_invariant = batch_invariant
         self.keys = torch.empty(0)
         self.values = torch.empty(0)
+        self.both = torch.empty(0)
 
     @property
     def elements_per_token(self) -> int:
@@ -86,6 +94,11 @@ class AttentionLayer:
             width = max(self.key_shape[1], self.value_shape[1])
             ops.check_attention(torch.device(device), dtype, width)
         rows = blocks * block_size
+        if self.latent is not None:
+            widths = [self.key_shape[1], self.value_shape[1]]
+            self.both = torch.zeros(rows, 1, sum(widths), dtype=dtype, device=device)
+            self.keys, self.values = torch.split(self.both, widths, 2)
+            return
         self.keys = torch.zeros(rows, *self.key_shape, dtype=dtype, device=device)
         self.values = torch.zeros(rows, *self.value_shape, dtype=dtype, device=device)
 
@@ -107,6 +120,14 @@ class AttentionLayer:
         found = cache.view(-1, size * cache.shape[1] * cache.shape[2]).index_select(0, blocks)
         return found.view(sequences, -1, cache.shape[1], cache.shape[2])
 
+    def context_of(self, blocks: torch.Tensor, n: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values of n sequences, [n, Hkv, length, d] each; latents: the same tensor."""
+        if self.latent is not None:
+            both = self.read(self.both, blocks, n).transpose(1, 2)
+            return both, both
+        keys = self.read(self.keys, blocks, n).transpose(1, 2)
+        return keys, self.read(self.values, blocks, n).transpose(1, 2)
+
     def attend(self, query: torch.Tensor, softmax: Softmax) -> torch.Tensor:
         """Attention of query [T, Hq, d] over what the cache holds: [T, Hq, d of value]."""
         run = ops.invariant_attention if self.batch_invariant else ops.paged_attention
@@ -122,13 +143,20 @@ class AttentionLayer:
             sinks=softmax.sinks,
         )
 
-    def latent_context(self) -> tuple[torch.Tensor, torch.Tensor]:
-        """Cached latents of all sequences of the step, [1, 1, context_size, width] each."""
-        plan = self.context.running
-        parts = [keys.blocks for keys in plan.keys(self.kind)]
-        blocks = parts[0] if len(parts) == 1 else torch.cat(parts)
-        latents = self.read(self.keys, blocks, 1).transpose(1, 2)
-        return latents, self.read(self.values, blocks, 1).transpose(1, 2)
+    def attend_latents(
+        self, query: torch.Tensor, rotary: torch.Tensor, scaling: float
+    ) -> torch.Tensor:
+        """Sums of latents [T, Hq, rank], for query [T, Hq, rank] and rotary [T, Hq, dr]."""
+        return ops.latent_attention(
+            query,
+            rotary,
+            self.keys,
+            self.values,
+            self.context.running.attention_batch,
+            scaling=scaling,
+            window=self.kind.window,
+            chunk=self.kind.chunk,
+        )
 
 
 def paged_attention(
@@ -144,45 +172,46 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of all tokens of the step; writes their key and value to the cache in place.
 
-    query [1, Hq, T, d], key and value [1, Hkv, T, d] (latent: the expanded context of all
-    sequences). Returns [1, T, Hq, d of value].
+    query [1, Hq, T, d], key and value [1, Hkv, T, d]; latent: what the cache keeps of both
+    [1, 1, T, width]. Returns [1, T, Hq, d of value].
     """
     layer = module.vexpert_layer
     assert isinstance(layer, AttentionLayer)
     softmax = Softmax(query.shape[-1] ** -0.5 if scaling is None else scaling, softcap, s_aux)
-    if not layer.is_latent:
-        layer.write(key, value)
-        key = value = query  # never read: the context comes from the cache
+    layer.write(key, value)
     rows = query[0].transpose(0, 1)
+    if layer.latent is not None:
+        return _attend_latents(layer, layer.latent, rows, softmax)[None], None
     if layer.use_kernels:
         return layer.attend(rows, softmax)[None], None
-    return _attend_groups(layer, rows, key, value, softmax)[None], None
+    return _attend_groups(layer, rows, softmax)[None], None
 
 
-def _attend_groups(
-    layer: AttentionLayer,
-    query: torch.Tensor,
-    key: torch.Tensor,
-    value: torch.Tensor,
-    softmax: Softmax,
+def _attend_latents(
+    layer: AttentionLayer, latent: LatentLinear, query: torch.Tensor, softmax: Softmax
 ) -> torch.Tensor:
+    """Latent attention of query [T, Hq, d of key], absorbed: [T, Hq, d of value]."""
+    key, rotary = torch.split(query, [latent.columns.key, layer.value_shape[1]], 2)
+    absorbed = latent.absorb(key)
+    if layer.use_kernels:
+        return latent.project(layer.attend_latents(absorbed, rotary, softmax.scaling))
+    both = _attend_groups(layer, torch.cat((absorbed, rotary), 2), softmax)
+    return latent.project(both[..., : layer.key_shape[1]])
+
+
+def _attend_groups(layer: AttentionLayer, query: torch.Tensor, softmax: Softmax) -> torch.Tensor:
     """Attention of query [T, Hq, d], group by group; [T, Hq, d of value]."""
     plan = layer.context.running
-    all_keys = plan.keys(layer.kind)
-    heads = key.shape[1] if layer.is_latent else layer.key_shape[0]
-    masks = plan.head_masks(layer.kind, query.shape[1] // heads)
+    repeat = query.shape[1] // layer.key_shape[0]
+    # A chunk's rows of all heads, in one product with latents, would have a mask of that size.
+    apart = [layer.latent is not None and group.q > SMALL_QUERY for group in plan.groups]
+    masks = plan.head_masks(layer.kind, tuple(1 if each else repeat for each in apart))
+    parts = zip(plan.groups, plan.keys(layer.kind), masks, apart, strict=True)
     out: torch.Tensor | None = None
-    start = 0
-    for group, keys, mask in zip(plan.groups, all_keys, masks, strict=True):
-        n = len(group.sequences)
-        if layer.is_latent:
-            part = slice(start, start + n * keys.length)
-            k = _by_sequence(key, part, n)
-            v = _by_sequence(value, part, n)
-            start += n * keys.length
-        else:
-            k = layer.read(layer.keys, keys.blocks, n).transpose(1, 2)
-            v = layer.read(layer.values, keys.blocks, n).transpose(1, 2)
+    for group, keys, mask, each in parts:
+        k, v = layer.context_of(keys.blocks, len(group.sequences))
+        if each:
+            k = v = k.expand(-1, repeat, -1, -1)
         done = _attend(query[group.rows], k, v, mask, group, softmax)
         if len(plan.groups) == 1:
             return done
@@ -191,12 +220,6 @@ def _attend_groups(
         out[group.rows] = done
     assert out is not None, "a step has at least one token"
     return out
-
-
-def _by_sequence(context: torch.Tensor, part: slice, sequences: int) -> torch.Tensor:
-    """Rows `part` of the expanded context [1, H, C, d] as [sequences, H, length, d]."""
-    _, heads, _, width = context.shape
-    return context[0, :, part].reshape(heads, sequences, -1, width).transpose(0, 1)
 
 
 def _attend(

@@ -1,22 +1,17 @@
-"""The object that models take for transformers' cache: it hands latents to the paged cache."""
+"""The object that models take for transformers' cache: what they update it with passes through."""
 
 import torch
 
-from vexpert.models.attention import AttentionLayer, StepContext
+from vexpert.models.attention import StepContext
 
 
 class StepCache:
-    """Answers what a model asks of a cache during one step.
-
-    Keys and values pass through, since attention itself writes them; latents are written here
-    and the whole context comes back.
-    """
+    """Answers what a model asks of a cache during one step; attention itself reads and writes."""
 
     is_compileable = False
 
-    def __init__(self, context: StepContext, latent_layers: dict[int, AttentionLayer]) -> None:
+    def __init__(self, context: StepContext) -> None:
         self.context = context
-        self.latent_layers = latent_layers  # by the layer_idx that the module passes
 
     def update(
         self,
@@ -26,12 +21,8 @@ class StepCache:
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        """Latent layer: write key and value [1, 1, T, d], return the context of the step."""
-        layer = self.latent_layers.get(layer_idx)
-        if layer is None:
-            return key, value
-        layer.write(key, value)
-        return layer.latent_context()
+        """Key and value as they are."""
+        return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> torch.Tensor:
         """[T] int64: models add it to arange(T) for positions, and so get each token's own."""

@@ -82,9 +82,10 @@ def make_invariant(seen: Probe, fusions: Fusions, layers: Mapping[str, ExpertsLa
 
     Raises UnsupportedError for a model of which a part cannot.
     """
-    if any(call.is_latent for call in seen.calls):
+    if any(call.latent is not None for call in seen.calls):
         raise UnsupportedError(
-            f"batch_invariant: latent attention gathers contexts of all sequences; {REMEDY}"
+            "batch_invariant: latent attention multiplies by kv_b_proj head by head in PyTorch's"
+            f" library, which adds up in another order for another number of rows; {REMEDY}"
         )
     for path, layer in layers.items():
         if not isinstance(layer.runner, MoeRunner) or layer.runner.fused is None:

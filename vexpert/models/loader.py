@@ -23,6 +23,7 @@ from vexpert.models.checkpoint import (
     eos_token_ids,
     read_config,
 )
+from vexpert.models.latent import keep_latents
 from vexpert.models.probe import Probe
 from vexpert.models.served import TransformersModel
 from vexpert.models.source import model_source
@@ -71,7 +72,7 @@ def serve(
     experts_layers = experts.attach_experts(model)
     seen = _observe(model, cache_name, text.num_hidden_layers, experts_layers)
     targets = build_targets(model, seen, experts_layers, text.model_type, config.max_lora_rank)
-    states = LoraState(), LoraState()
+    lora = LoraState()
     options = config.kernel_plans, config.batch_invariant
     backend = select_backend(config.lora_backend, device, dtype, *options)
     attach_runners(experts_layers, backend)
@@ -79,7 +80,7 @@ def serve(
         _compile_norms(model)
     fusions = _fuse(model, seen, cache_name, experts_layers) if backend.name == "triton" else None
     if config.enable_lora:
-        swap_layers(model, targets, experts_layers, states, seen.on_context, backend)
+        swap_layers(model, targets, experts_layers, lora, backend)
     else:
         swap_head(model)
         targets = TargetMap(text.model_type, type(model).__name__, {}, ())
@@ -94,12 +95,11 @@ def serve(
     return TransformersModel(
         info=_info(model, model_config, config, seen, layers, dtype, device),
         targets=targets,
-        lora=states[0],
-        context_lora=states[1],
+        lora=lora,
         model=model,
         layers=layers,
         context=context,
-        cache=StepCache(context, _latent_layers(seen, layers)),
+        cache=StepCache(context),
         cache_name=cache_name,
         products=_products(config, backend),
     )
@@ -167,8 +167,6 @@ def _observe(
     idle = [path for path, layer in layers.items() if layer.calls == 0]
     if idle:
         raise ModelError(f"{idle[0]}: its experts do not run through ExpertsInterface")
-    if len({call.kind for call in seen.calls if call.is_latent}) > 1:
-        raise ModelError("its layers of latent attention have different windows")
     return seen
 
 
@@ -179,22 +177,12 @@ def _attach_attention(
     layers = []
     for call in seen.calls:
         shapes = call.key_shape, call.value_shape
-        layer = AttentionLayer(
-            context, call.kind, *shapes, call.is_latent, use_kernels, batch_invariant
-        )
+        latent = None if call.latent is None else keep_latents(call.module, call.latent)
+        layer = AttentionLayer(context, call.kind, *shapes, latent, use_kernels, batch_invariant)
         # PyTorch types a module's attributes as tensors and modules.
         call.module.vexpert_layer = layer  # type: ignore[assignment]
         layers.append(layer)
     return layers
-
-
-def _latent_layers(seen: Probe, layers: list[AttentionLayer]) -> dict[int, AttentionLayer]:
-    """Those that cache compressed latents, by their index in the model."""
-    return {
-        call.layer_idx: layer
-        for call, layer in zip(seen.calls, layers, strict=True)
-        if call.is_latent and call.layer_idx is not None
-    }
 
 
 def _info(

@@ -1,6 +1,6 @@
 """Index arrays of one step: built once, reused by the attention of every layer.
 
-Kernels of paged attention take `attention_batch`. Without them, and for latent attention:
+Kernels of paged attention take `attention_batch`. Without them:
 Sequences with equally few queries form one padded group (all decodes are one group); a longer
 prefill chunk is a group of its own. Keys are read by whole blocks.
 """
@@ -35,7 +35,6 @@ class Keys:
     blocks: torch.Tensor  # [n * b] int64: block ids, b of each sequence, padded with valid ids
     length: int  # b * block_size keys of each sequence
     mask: torch.Tensor  # [n, q, length] bool: query may see key
-    in_context: torch.Tensor  # [n, length] bool: position lies before the end of the context
 
 
 class StepPlan:
@@ -46,7 +45,7 @@ class StepPlan:
         self.block_size = block_size
         self.found: dict[object, Any] = {}  # what layers share besides
         self._keys: dict[MaskKind, tuple[Keys, ...]] = {}
-        self._head_masks: dict[tuple[MaskKind, int], tuple[torch.Tensor, ...]] = {}
+        self._head_masks: dict[object, tuple[torch.Tensor, ...]] = {}
 
     @cached_property
     def attention_batch(self) -> AttentionBatch:
@@ -69,29 +68,14 @@ class StepPlan:
             self._keys[kind] = found
         return found
 
-    def head_masks(self, kind: MaskKind, repeat: int) -> tuple[torch.Tensor, ...]:
-        """Per group [n, 1, repeat * q, length] bool: the `repeat` heads of one KV head."""
-        found = self._head_masks.get((kind, repeat))
+    def head_masks(self, kind: MaskKind, repeats: tuple[int, ...]) -> tuple[torch.Tensor, ...]:
+        """Per group [n, 1, repeat * q, length] bool: the `repeat` heads that share a product."""
+        found = self._head_masks.get((kind, repeats))
         if found is None:
-            found = tuple(keys.mask.repeat(1, repeat, 1)[:, None] for keys in self.keys(kind))
-            self._head_masks[kind, repeat] = found
+            pairs = zip(self.keys(kind), repeats, strict=True)
+            found = tuple(keys.mask.repeat(1, repeat, 1)[:, None] for keys, repeat in pairs)
+            self._head_masks[kind, repeats] = found
         return found
-
-    def context_size(self, kind: MaskKind) -> int:
-        """Rows of the gathered context of all groups, padding included."""
-        pairs = zip(self.groups, self.keys(kind), strict=True)
-        return sum(len(group.sequences) * keys.length for group, keys in pairs)
-
-    def context_slots(self, kind: MaskKind, slots: torch.Tensor) -> torch.Tensor:
-        """Adapter slot of each gathered context row, [context_size] int64; padding has -1.
-
-        `slots` [T] int64: slot of each token of the step.
-        """
-        parts = []
-        for group, keys in zip(self.groups, self.keys(kind), strict=True):
-            own = slots[group.rows].view(-1, group.q)[:, :1]
-            parts.append(torch.where(keys.in_context, own, -1).flatten())
-        return torch.cat(parts)
 
 
 def _make_groups(step: StepInput) -> tuple[Group, ...]:
@@ -125,12 +109,12 @@ def _make_keys(plan: StepPlan, group: Group, kind: MaskKind) -> Keys:
     first = [kind.first_key(length - group.q) // size for length in group.context_lens]
     ends = [-(-length // size) for length in group.context_lens]
     count = max(end - begin for begin, end in zip(first, ends, strict=True))
-    host = torch.tensor([group.sequences, first, group.context_lens])
-    sequence, start, length = host.to(tables.device, non_blocking=True)
+    host = torch.tensor([group.sequences, first])
+    sequence, start = host.to(tables.device, non_blocking=True)
     columns = start[:, None] + torch.arange(count, device=tables.device)
     blocks = tables[sequence[:, None], columns.clamp(max=tables.shape[1] - 1)]
     offsets = torch.arange(count * size, device=tables.device)
     key = start[:, None] * size + offsets  # [n, length]
     query = plan.step.positions[group.rows].view(-1, group.q)
     mask = kind.allowed(query[:, :, None], key[:, None, :])
-    return Keys(blocks.flatten(), count * size, mask, key < length[:, None])
+    return Keys(blocks.flatten(), count * size, mask)

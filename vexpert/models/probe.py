@@ -13,6 +13,8 @@ import torch
 from torch import nn
 
 from vexpert.errors import ModelError
+from vexpert.kernels.dense_factors import HeadColumns
+from vexpert.models.latent import find_columns
 from vexpert.models.masks import CAUSAL, MaskKind, UnknownMask, identify
 
 NAME = "vexpert-probe"
@@ -29,8 +31,7 @@ class AttentionCall:
     kind: MaskKind
     key_shape: tuple[int, int]  # heads and width of what goes into the cache
     value_shape: tuple[int, int]
-    layer_idx: int | None  # under which the module updated the cache
-    is_latent: bool
+    latent: HeadColumns | None  # what expands what it caches; None: it is no latent attention
 
 
 @dataclass
@@ -40,13 +41,11 @@ class Probe:
     paths: dict[nn.Module, str]
     calls: list[AttentionCall] = field(default_factory=list)
     rows: dict[str, set[int]] = field(default_factory=dict)  # of each Linear's inputs, by path
-    on_context: set[str] = field(default_factory=set)  # Linear modules that expand latents
     vocab_size: int = 0
     logits_dtype: torch.dtype = torch.float32
     is_compileable: bool = False
-    # Keys, values [1, Hkv, T, width] in the model's dtype and layer that the cache got last.
-    _updated: tuple[torch.Tensor, torch.Tensor, int] | None = None
-    _expanding: list[str] = field(default_factory=list)
+    # Keys, values [1, Hkv, T, width] in the model's dtype that the cache got last.
+    _updated: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def update(
         self,
@@ -56,8 +55,7 @@ class Probe:
         *args: object,
         **kwargs: object,
     ) -> tuple[torch.Tensor, torch.Tensor]:
-        self._updated = (key, value, layer_idx)
-        self._expanding = []
+        self._updated = (key, value)
         return key, value
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
@@ -75,34 +73,31 @@ class Probe:
         key: torch.Tensor,
         value: torch.Tensor,
         mask: object,
-        window: object,
+        options: dict[str, object],
     ) -> None:
         """Note a call of attention, or raise ModelError where its inputs are not understood."""
         path = self.paths[module]
         if not isinstance(mask, MaskKind):
             name = mask.name if isinstance(mask, UnknownMask) else type(mask).__name__
             raise ModelError(f"{path}: its attention mask ({name}) is not causal, window or chunk")
+        window = options.get("sliding_window")
         if isinstance(window, int) and mask == CAUSAL:
             mask = MaskKind(window=window)
         if self._updated is None:
             raise ModelError(f"{path}: its keys do not go through a cache of its own")
-        cached_key, cached_value, layer_idx = self._updated
-        is_latent = key is not cached_key or value is not cached_value
-        if is_latent and not (hasattr(module, "kv_b_proj") and cached_key.shape[1] == 1):
-            raise ModelError(f"{path}: it changes keys or values after they are cached")
-        if is_latent:
-            self.on_context.update(self._expanding)
-        shapes = [(t.shape[1], t.shape[3]) for t in (cached_key, cached_value)]
-        self.calls.append(
-            AttentionCall(path, module, mask, shapes[0], shapes[1], layer_idx, is_latent)
-        )
+        cached, latent = self._updated, None
+        if key is not cached[0] or value is not cached[1]:
+            latent = find_columns(path, module, cached, (key, value))
+            if options.get("softcap") is not None or options.get("s_aux") is not None:
+                raise ModelError(f"{path}: its latent attention caps scores, or has sinks")
+        shapes = [(t.shape[1], t.shape[3]) for t in cached]
+        self.calls.append(AttentionCall(path, module, mask, shapes[0], shapes[1], latent))
         self._updated = None
 
     def saw_linear(self, module: nn.Linear, args: tuple[torch.Tensor, ...]) -> None:
         """Forward pre-hook of every Linear."""
         path = self.paths[module]
         self.rows.setdefault(path, set()).add(args[0].numel() // module.in_features)
-        self._expanding.append(path)
 
 
 def probe_attention(
@@ -111,13 +106,12 @@ def probe_attention(
     key: torch.Tensor,
     value: torch.Tensor,
     attention_mask: object,
-    sliding_window: object = None,
-    **kwargs: object,
+    **options: object,
 ) -> tuple[torch.Tensor, None]:
     """Stand-in of AttentionInterface: notes, and zeros [1, T, Hq, d of value]."""
     probe = module.vexpert_probe
     assert isinstance(probe, Probe)
-    probe.attend(module, key, value, attention_mask, sliding_window)
+    probe.attend(module, key, value, attention_mask, options)
     return value.new_zeros(1, query.shape[2], query.shape[1], value.shape[-1]), None
 
 

@@ -1,6 +1,5 @@
 """A transformers model as the engine sees it: facts, targets, cache and forward."""
 
-import dataclasses
 import functools
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
@@ -11,7 +10,6 @@ import torch
 from vexpert.lora.types import LoraState, TargetMap
 from vexpert.models.attention import AttentionLayer, StepContext
 from vexpert.models.cache import StepCache
-from vexpert.models.masks import MaskKind
 from vexpert.models.plan import StepPlan
 from vexpert.models.types import ModelInfo, StepInput
 
@@ -23,7 +21,6 @@ class TransformersModel:
     info: ModelInfo
     targets: TargetMap
     lora: LoraState
-    context_lora: LoraState  # of layers that run on the gathered context of latent attention
     model: Any
     layers: list[AttentionLayer]
     context: StepContext
@@ -50,8 +47,6 @@ class TransformersModel:
 
     def why_not_captured(self) -> str | None:
         """Why a step of one token a sequence cannot become a CUDA graph, or None."""
-        if self._latent_kind() is not None:
-            return "latent attention gathers its context by lengths that only the host knows"
         return None
 
     def forward(self, step: StepInput) -> torch.Tensor:
@@ -62,8 +57,8 @@ class TransformersModel:
     def raw_logits(self, step: StepInput) -> torch.Tensor:
         """The same in the model's own dtype."""
         assert self.block_size, "allocate_cache comes first"
-        plan = StepPlan(step, self.block_size)
-        self._begin(plan)
+        self.context.plan = StepPlan(step, self.block_size)
+        self.lora.set_view(step.lora)
         inputs = {
             "input_ids": step.token_ids[None],
             "position_ids": step.positions[None],
@@ -77,22 +72,4 @@ class TransformersModel:
         finally:
             self.context.plan = None
             self.lora.set_view(None)
-            self.context_lora.set_view(None)
         return logits[0]
-
-    def _begin(self, plan: StepPlan) -> None:
-        """Show `plan` and its adapters to the layers."""
-        self.context.plan = plan
-        self.lora.set_view(plan.step.lora)
-        view = self.lora.view
-        kind = self._latent_kind()
-        if view is None or kind is None:
-            self.context_lora.set_view(None)
-            return
-        slots = plan.context_slots(kind, view.slots)
-        self.context_lora.tables = self.lora.tables
-        self.context_lora.installed = self.lora.installed
-        self.context_lora.set_view(dataclasses.replace(view, slots=slots))
-
-    def _latent_kind(self) -> MaskKind | None:
-        return next((layer.kind for layer in self.layers if layer.is_latent), None)

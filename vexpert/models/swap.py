@@ -23,19 +23,13 @@ def swap_layers(
     model: Any,
     targets: TargetMap,
     experts: dict[str, ExpertsLayer],
-    states: tuple[LoraState, LoraState],
-    on_context: set[str],
+    state: LoraState,
     backend: LoraBackend,
 ) -> None:
-    """Replace, in place, each target of `model` by its LoRA-aware module.
-
-    `states`: of layers whose rows are the step's tokens, and of those `on_context`, whose rows are
-    the gathered context.
-    """
+    """Replace, in place, each target of `model` by its LoRA-aware module."""
     head = model.get_output_embeddings()
     for path, target in targets.targets.items():
         module = model.get_submodule(path)
-        state = states[path in on_context]
         if isinstance(target, ExpertsTarget):
             experts[path].hooks = experts_hooks(target, state, backend)
             experts[path].sites = target.gate_up, target.down

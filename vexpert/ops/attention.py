@@ -1,6 +1,6 @@
 """Attention over a paged cache, and writing that cache: checks, and the choice of a kernel.
 
-The kernels are Triton's. `reference_attention` says the same slowly, on any device.
+The kernels are Triton's. `ops/attention_reference.py` says the same slowly, on any device.
 """
 
 from functools import cache
@@ -10,10 +10,18 @@ import torch
 from vexpert.errors import UnsupportedError
 from vexpert.kernels.paged_types import AttentionBatch, Scores
 from vexpert.log import get_logger, log_once
-from vexpert.ops.attention_reference import reference_attention
+from vexpert.ops.attention_reference import reference_attention, reference_latent_attention
 from vexpert.ops.backend import unsupported_because
 
-__all__ = ["AttentionBatch", "paged_attention", "reference_attention", "write_cache"]
+__all__ = [
+    "AttentionBatch",
+    "invariant_attention",
+    "latent_attention",
+    "paged_attention",
+    "reference_attention",
+    "reference_latent_attention",
+    "write_cache",
+]
 
 WIDEST_HEAD = 512
 
@@ -56,25 +64,63 @@ def paged_attention(
     No value is asked of the device: a captured graph may be replayed with other lengths and
     tables, up to max_query_len and max_kv_len.
     """
+    if out is None:
+        out = query.new_empty(*query.shape[:2], values.shape[2])
+    how = Scores(scaling, window, chunk, softcap, sinks)
+    _attend(query, None, keys, values, batch, how, out)
+    return out
+
+
+def latent_attention(
+    query: torch.Tensor,
+    rotary: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scaling: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The same of latent attention in its absorbed form, where keys have two parts.
+
+    query [T, Hq, d] meets keys [rows, Hkv, d], the latents, and rotary [T, Hq, dr] meets values
+    [rows, Hkv, dr]. The latents are what is summed up: returns [T, Hq, d].
+    """
+    if out is None:
+        out = torch.empty_like(query, memory_format=torch.contiguous_format)
+    _attend(query, rotary, keys, values, batch, Scores(scaling, window, chunk), out)
+    return out
+
+
+def _attend(
+    query: torch.Tensor,
+    rotary: torch.Tensor | None,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    how: Scores,
+    out: torch.Tensor,
+) -> None:
+    """Fill `out` by the kernels that the step asks for."""
     from vexpert.kernels.paged_decode import paged_decode  # needs Triton
     from vexpert.kernels.paged_prefill import paged_prefill
     from vexpert.ops.attention_plan import choose_attention
 
     width = max(query.shape[2], values.shape[2])
     _check(query, keys, values, width)
-    how = Scores(scaling, window, chunk, softcap, sinks)
-    if out is None:
-        out = query.new_empty(*query.shape[:2], values.shape[2])
-    plan = choose_attention(width, query.dtype, query.device)
+    latent_heads = 0 if rotary is None else query.shape[1] // keys.shape[1]
+    plan = choose_attention(width, query.dtype, query.device, latent_heads)
     decode = plan.decode_of(batch.num_sequences * keys.shape[1])
     if batch.max_query_len == 1:
-        paged_decode(query, keys, values, batch, how, out, decode)
-        return out
+        paged_decode(query, keys, values, batch, how, out, decode, rotary)
+        return
     both = batch.num_sequences > 1 and how.most_keys(batch.max_kv_len) >= plan.split_mixed_from
     if both:
-        paged_decode(query, keys, values, batch, how, out, decode)
-    paged_prefill(query, keys, values, batch, how, out, plan.prefill, least_len=2 if both else 1)
-    return out
+        paged_decode(query, keys, values, batch, how, out, decode, rotary)
+    least_len = 2 if both else 1
+    paged_prefill(query, keys, values, batch, how, out, plan.prefill, least_len, rotary)
 
 
 def invariant_attention(

@@ -1,7 +1,9 @@
 """Which shapes of tiles the paged attention kernels run with: data, the first row that fits.
 
 "half" is bfloat16 and float16. Widths of keys and values bound a tile: it lies in shared memory.
-Rows of width 128 were measured on one H200; see docs/performance.md.
+Rows of width 128 were measured on one H200; see docs/performance.md. In latent attention a tile of
+keys serves as values too, and how many query heads share it bounds the tile: those rows are chosen
+by heads, and were compiled for an H200 without register spills, at rank 512 and 64 rotary columns.
 """
 
 from dataclasses import dataclass, replace
@@ -53,13 +55,38 @@ PLANS = {
         (512, AttentionPlan(_SLOWEST, _SLOWEST, PrefillShape(16, 16, 4, 1))),
     ),
 }
+# kind -> (most query heads of a KV head, plan)
+_FEW, _SOME, _MANY = (
+    DecodeShape(64, 256, 264, 4, 2),
+    DecodeShape(64, 256, 132, 8, 2),
+    DecodeShape(32, 256, 132, 8, 2),
+)
+_FEW_SLOW, _MANY_SLOW = DecodeShape(16, 256, 132, 4, 1), DecodeShape(16, 256, 132, 8, 1)
+_CHUNKS, _SLOW_CHUNKS = PrefillShape(64, 32, 8, 2), PrefillShape(16, 16, 8, 1)
+LATENT_PLANS = {
+    "half": (
+        (16, AttentionPlan(_FEW, _FEW, _CHUNKS)),
+        (32, AttentionPlan(_SOME, _SOME, _CHUNKS)),
+        (1024, AttentionPlan(_MANY, _MANY, _CHUNKS)),
+    ),
+    "float32": (
+        (16, AttentionPlan(_FEW_SLOW, _FEW_SLOW, _SLOW_CHUNKS)),
+        (1024, AttentionPlan(_MANY_SLOW, _MANY_SLOW, _SLOW_CHUNKS)),
+    ),
+}
 
 
 @cache
-def choose_attention(width: int, dtype: torch.dtype, device: torch.device) -> AttentionPlan:
-    """For heads of `width`: the larger of d and dv, at most 512."""
-    rows = PLANS["float32" if dtype == torch.float32 else "half"]
-    plan = next(plan for most, plan in rows if width <= most)
+def choose_attention(
+    width: int, dtype: torch.dtype, device: torch.device, latent_heads: int = 0
+) -> AttentionPlan:
+    """For heads of `width`: the larger of d and dv, at most 512.
+
+    latent_heads: query heads of latent attention, at most 1024; 0: it is none.
+    """
+    kind = "float32" if dtype == torch.float32 else "half"
+    rows, size = (LATENT_PLANS, latent_heads) if latent_heads else (PLANS, width)
+    plan = next(plan for most, plan in rows[kind] if size <= most)
     if can_use_pdl(device):
         return plan
     return replace(

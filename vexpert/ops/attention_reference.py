@@ -33,6 +33,25 @@ def reference_attention(
     return out
 
 
+def reference_latent_attention(
+    query: torch.Tensor,
+    rotary: torch.Tensor,
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    batch: AttentionBatch,
+    *,
+    scaling: float,
+    window: int | None = None,
+    chunk: int | None = None,
+    out: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """`latent_attention` in float64: both parts together, and the first as values."""
+    both = torch.cat((query, rotary), 2), torch.cat((keys, values), 2)
+    return reference_attention(
+        *both, keys, batch, scaling=scaling, window=window, chunk=chunk, out=out
+    )
+
+
 def _attend_one(
     query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, how: Scores
 ) -> torch.Tensor:

@@ -12,7 +12,7 @@ from typing import Protocol
 import torch
 
 from vexpert.errors import UnsupportedError
-from vexpert.kernels.dense_factors import DenseDelta
+from vexpert.kernels.dense_factors import DenseDelta, HeadColumns
 from vexpert.log import get_logger, log_once
 from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.types import (
@@ -143,6 +143,22 @@ class LoraBackend(Protocol):
         """y as of `packed_linear`, and what the kernel that reads it has still to add; or None.
 
         `tiles`: that kernel can do tiles of many rows.
+        """
+
+    def add_by_head(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        lora: PackedLora,
+        columns: HeadColumns,
+        of_keys: bool,
+    ) -> None:
+        """Deltas of a Linear that expands latents, in the absorbed form; y changes in place.
+
+        Bk[h], Bv[h]: B's rows of head h's keys and values; one site, whose output `columns` tell.
+        of_keys: y[t, h] += A^T (Bk[h]^T x[t, h]), x [T, H, key], y [T, H, in]. Otherwise:
+        y[t, h] += Bv[h] (A x[t, h]), x [T, H, in], y [T, H, value]. All in the arena's dtype;
+        last dimensions are adjacent, the others may have any strides.
         """
 
     def fuse_experts(self, experts: ExpertsTensors) -> FusedExperts | None:

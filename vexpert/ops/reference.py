@@ -5,6 +5,7 @@ y[p] += B[s, e] @ (A[s, e] @ x[p]) for each row p with slot s >= 0 and an expert
 
 import torch
 
+from vexpert.kernels.dense_factors import HeadColumns
 from vexpert.ops.types import LoraSite, SiteTable
 
 
@@ -53,6 +54,28 @@ def lora_delta(
             continue
         source = row if x_rows is None else int(x_rows[row])
         delta[row] = row_delta(x[source].to(dtype), site, table, slot, expert)
+    return delta
+
+
+def reference_head_delta(
+    x: torch.Tensor,
+    site: LoraSite,
+    table: SiteTable,
+    slots: torch.Tensor,
+    columns: HeadColumns,
+    of_keys: bool,
+    dtype: torch.dtype = torch.float64,
+) -> torch.Tensor:
+    """What `LoraBackend.add_by_head` adds for x [T, H, *]: [T, H, in or value] in `dtype`."""
+    width = site.in_features if of_keys else columns.value
+    delta = torch.zeros(*x.shape[:2], width, dtype=dtype, device=x.device)
+    for row, slot in enumerate(slots.tolist()):
+        for head in range(columns.heads if slot >= 0 else 0):
+            a = factor_a(site, table, slot, 0).to(dtype)
+            b = factor_b(site, table, 0, slot, 0).to(dtype)[head * columns.width :]
+            keys, values = b[: columns.key], b[columns.key : columns.width]
+            its = x[row, head].to(dtype)
+            delta[row, head] = a.t() @ (keys.t() @ its) if of_keys else values @ (a @ its)
     return delta
 
 

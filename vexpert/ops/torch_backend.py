@@ -3,8 +3,8 @@
 import torch
 from torch.nn import functional
 
-from vexpert.kernels.dense_factors import DenseDelta
-from vexpert.ops import per_adapter, torch_gemm, torch_routing
+from vexpert.kernels.dense_factors import DenseDelta, HeadColumns
+from vexpert.ops import per_adapter, torch_gemm, torch_heads, torch_routing
 from vexpert.ops.backend import check_operands
 from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.torch_lora import Delta
@@ -142,6 +142,17 @@ class TorchBackend:
         tiles: bool = False,
     ) -> tuple[torch.Tensor, DenseDelta | None]:
         return self.packed_linear(x, weight, bias, lora), None
+
+    def add_by_head(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        lora: PackedLora,
+        columns: HeadColumns,
+        of_keys: bool,
+    ) -> None:
+        assert isinstance(lora.routing, TorchRouting)
+        torch_heads.add_by_head(x, y, lora, lora.routing, columns, of_keys)
 
     def fuse_experts(self, experts: ExpertsTensors) -> None:
         """Step by step: the products are PyTorch's."""

@@ -7,9 +7,10 @@ import torch
 
 from vexpert.kernels.blocks import Blocks, make_blocks, virtual_keys
 from vexpert.kernels.combine import combine
-from vexpert.kernels.dense_factors import DenseDelta
+from vexpert.kernels.dense_factors import DenseDelta, HeadColumns
 from vexpert.kernels.dense_order import RowOrder, order_rows
 from vexpert.kernels.grouped_gemm import grouped_gemm
+from vexpert.kernels.head_lora import head_lora
 from vexpert.kernels.lora_expand import SliceRun, lora_expand
 from vexpert.kernels.lora_shrink import lora_shrink
 from vexpert.ops.backend import check_operands
@@ -205,6 +206,21 @@ class TritonBackend:
             return self.packed_linear(x, weight, bias, lora), None
         plan = choose_dense_plan(shape_of(x, weight.shape[0]), lora.num_adapters, self.rows)
         return deferred_linear(x, weight, bias, lora, lora.routing.order, plan, tiles)
+
+    def add_by_head(
+        self,
+        x: torch.Tensor,
+        y: torch.Tensor,
+        lora: PackedLora,
+        columns: HeadColumns,
+        of_keys: bool,
+    ) -> None:
+        assert isinstance(lora.routing, TritonRouting)
+        (site,), (table,) = lora.sites, lora.tables
+        assert is_dense(site, table), site
+        order, most_rank = lora.routing.order, lora.most_rank
+        where = table.arena, table.packed
+        head_lora(x, y, order, *where, columns, of_keys, most_rank, table.alignment)
 
     def _add_dense(self, x: torch.Tensor, y: torch.Tensor, lora: PackedLora) -> None:
         assert isinstance(lora.routing, TritonRouting)

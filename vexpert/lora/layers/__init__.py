@@ -2,11 +2,13 @@
 
 from vexpert.lora.layers.embedding import LoraEmbedding
 from vexpert.lora.layers.experts import experts_hooks
+from vexpert.lora.layers.latent import LatentLinear
 from vexpert.lora.layers.linear import LoraLinear, LoraLmHead
 from vexpert.lora.layers.packed_linear import LoraPackedLinear
 from vexpert.lora.layers.router import wrap_router
 
 __all__ = [
+    "LatentLinear",
     "LoraEmbedding",
     "LoraLinear",
     "LoraLmHead",
