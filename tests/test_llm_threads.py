@@ -220,6 +220,7 @@ def interrupted_at(place: int, call: Callable[[], object]) -> bool:
         return trace
 
     before = sys.gettrace()
+    sys._getframe().f_trace_opcodes = True  # Python 3.12 looks at this when `trace` is set
     sys.settrace(trace)
     try:
         call()
