@@ -1,10 +1,12 @@
 """Latent attention in the absorbed form: every shape of it, and what is refused at load."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from helpers_extras import Files, make_llm, make_model
 from helpers_models import (
     Driver,
     random_sequences,
@@ -17,6 +19,7 @@ from helpers_models import (
 from torch import nn
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING_NAMES
 
+from vexpert import SamplingParams
 from vexpert.errors import ModelError
 from vexpert.kernels.dense_factors import HeadColumns
 from vexpert.lora.layers import LatentLinear
@@ -155,3 +158,33 @@ def test_a_method_that_expands_is_needed() -> None:
         find_columns("attn", module, latents, expanded)
     module.expand_kv = lambda *_: expanded
     assert find_columns("attn", module, latents, expanded) == HeadColumns(2, 3, 2)
+
+
+def test_cached_prefixes_of_an_adapter_are_its_own(tmp_path: Path) -> None:
+    """The latents in the prefix cache give what computing them anew gives."""
+    files = Files(make_model("deepseek_v3"), tmp_path)
+    folder = files.save("all", files.factors)
+    ids = [3 + 7 * i % 50 for i in range(37)]
+    prompts = [{"prompt_token_ids": ids[:stop]} for stop in (37, 37, 33, 37)]
+    who = ["all", None, "all", "all"]
+    params = SamplingParams(temperature=0, max_tokens=4, logprobs=0)
+
+    def answers(caching: bool) -> tuple[list[int], list[float], int]:
+        llm = make_llm(files.model, enable_prefix_caching=caching, block_size=4)
+        llm.load_adapter("all", str(folder))
+        tokens, chances = [], []
+        for prompt, name in zip(prompts, who, strict=True):  # one after another: each finds more
+            (output,) = llm.generate(prompt, params, adapter=name)[0].outputs
+            assert output.logprobs is not None
+            tokens += output.token_ids
+            rows = zip(output.token_ids, output.logprobs, strict=True)
+            chances += [row[token].logprob for token, row in rows]
+        return tokens, chances, llm.engine.stats().prefix_hit_tokens
+
+    tokens, chances, none = answers(caching=False)
+    cached_tokens, cached, hits = answers(caching=True)
+    assert none == 0
+    assert hits == 32 + 36  # of the two that come again with the adapter, none of base's
+    assert cached_tokens == tokens
+    assert cached == pytest.approx(chances, abs=1e-5)
+    assert tokens[:4] != tokens[4:8]
