@@ -7,6 +7,7 @@ import re
 import select
 import subprocess
 import sys
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -21,7 +22,7 @@ from helpers_server import (
 )
 
 from vexpert.cli.bench.report import percentile
-from vexpert.cli.client import base_url
+from vexpert.cli.client import Client, base_url
 from vexpert.cli.main import main
 from vexpert.server.options import ServerOptions
 
@@ -34,6 +35,30 @@ def test_compare_prints_a_line_for_each_name(
     assert main(["chat", "--url", server.url, "--compare", "hello"]) == 0
     lines = capsys.readouterr().out.splitlines()
     assert lines == [f"{name}\t{right_answer(name, 'hello')}" for name in [BASE, *sorted(NAMES)]]
+
+
+def test_compare_asks_with_the_system_message(
+    monkeypatch: pytest.MonkeyPatch, server: RunningServer, capsys: pytest.CaptureFixture[str]
+) -> None:
+    asked: list[list[dict[str, str]]] = []
+
+    async def chat(
+        self: Client, name: str, messages: list[dict[str, str]], *_: Any
+    ) -> SimpleNamespace:
+        asked.append(messages)
+        return SimpleNamespace(text=name)
+
+    monkeypatch.setattr(Client, "chat", chat)
+    words = ["--compare", "hello", "--system", "be brief"]
+    assert main(["chat", "--url", server.url, *words]) == 0
+    turns = [("system", "be brief"), ("user", "hello")]
+    assert [[(m["role"], m["content"]) for m in each] for each in asked] == [turns] * 5
+    assert capsys.readouterr().out.count("\n") == 5
+
+
+def test_compare_takes_no_model(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["chat", "--compare", "hello", "--model", "upper"]) != 0
+    assert "model='upper' with compare, which asks all names" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(("model", "answer"), [([], "hello"), (["--model", "reverse"], "olleh")])

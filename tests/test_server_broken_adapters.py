@@ -99,7 +99,11 @@ def state(server: RunningServer, name: str) -> tuple[str, str]:
 @pytest.mark.parametrize("first", [text, chat])
 @pytest.mark.parametrize("fault", FAULTS)
 def test_one_fault_has_one_status_at_every_moment(
-    server: RunningServer, tmp_path: Path, fault: Callable[[Path], None], first: Ask
+    server: RunningServer,
+    tmp_path: Path,
+    fault: Callable[[Path], None],
+    first: Ask,
+    caplog: pytest.LogCaptureFixture,
 ) -> None:
     name = register(server, folder := copy(tmp_path, f"{fault.__name__}_{first.__name__}"))
     fault(folder)
@@ -113,6 +117,8 @@ def test_one_fault_has_one_status_at_every_moment(
     for ask in (text, chat, text):  # later requests: the same in all
         assert ask(server, name) == (*GONE, message)
     assert streamed(server, name)[0] == GONE[0]
+    warned = [each.getMessage() for each in caplog.records if each.levelname == "WARNING"]
+    assert warned == [reason]
     copy(tmp_path, name)  # mended, and not loaded again
     assert text(server, name) == chat(server, name) == (*GONE, message)
     for model in (name, f"vexpert-demo:{name}"):

@@ -7,7 +7,7 @@ import signal
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.parser import add_client_options, finite
-from vexpert.errors import RequestError, VexpertError
+from vexpert.errors import ConfigError, RequestError, VexpertError
 
 if TYPE_CHECKING:
     from rich.console import Console
@@ -46,6 +46,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(args: argparse.Namespace) -> int:
     """Talk; the exit code."""
+    if args.compare is not None and args.model is not None:
+        raise ConfigError(
+            f"model={args.model!r} with compare, which asks all names; leave one of them out"
+        )
     return asyncio.run(_run(args))
 
 
@@ -57,11 +61,11 @@ async def _run(args: argparse.Namespace) -> int:
         options["max_tokens"] = args.max_tokens
     async with Client(args.url, args.api_key) as client:
         names = [entry["id"] for entry in await client.models()]
+        chat = Chat(client, args.model or names[0], options, args.system)
         if args.compare is not None:
-            for name, text in (await client.compare(names, args.compare, options)).items():
+            for name, text in (await chat.compare(names, args.compare)).items():
                 print(f"{name}\t{text}")
             return 0
-        chat = Chat(client, args.model or names[0], options, args.system)
         if args.once is not None:
             print(await chat.say(args.once))
             return 0
@@ -116,6 +120,11 @@ class Chat:
         if console is not None:
             console.print(f"\n{reply.stats_line()}", style="dim", markup=False, highlight=False)
         return reply.text
+
+    async def compare(self, names: list[str], text: str) -> dict[str, str]:
+        """What each of `names` answers to `text` alone; no turn of the conversation."""
+        messages = [*self._system, {"role": "user", "content": text}]
+        return await self._client.compare(names, messages, self._options)
 
     async def check_model(self, name: str) -> None:
         """Raise RequestError unless the server knows `name`."""
@@ -186,6 +195,6 @@ class Chat:
 
         names = [entry["id"] for entry in await self._client.models()]
         table = Table("model", "answer")
-        for name, answer in (await self._client.compare(names, text, self._options)).items():
+        for name, answer in (await self.compare(names, text)).items():
             table.add_row(Text(name), Text(answer))
         console.print(table)

@@ -130,10 +130,9 @@ class Client:
         return await self.stream("/v1/chat/completions", body, show)
 
     async def compare(
-        self, models: list[str], text: str, options: dict[str, Any]
+        self, models: list[str], messages: list[dict[str, str]], options: dict[str, Any]
     ) -> dict[str, str]:
-        """The answers of `models` to the same words, all asked at once."""
-        messages = [{"role": "user", "content": text}]
+        """The answers of `models` to the same messages, all asked at once."""
         replies = await asyncio.gather(*(self.chat(name, messages, options) for name in models))
         return {name: reply.text for name, reply in zip(models, replies, strict=True)}
 

@@ -216,7 +216,10 @@ class HostTier:
                 self._take(version, *result)
             else:
                 assert error is not None
-                version.life.fail(f"adapter {version.ref.name!r}: {_reason(error)}")
+                reason = f"adapter {version.ref.name!r}: {_reason(error)}"
+                version.life.fail(reason)
+                if version.life.is_served:  # else who loads it is told
+                    logger.warning("%s", reason)
                 self.errors += 1
                 self.drop(version)
             self._settled(version)

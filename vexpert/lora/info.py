@@ -13,7 +13,10 @@ def with_remedy(error: str) -> str:
     """Why a version cannot serve, and what to do; `error` may say that itself."""
     if "load it again" in error:
         return error
-    return f"{error}; once that is mended, load it again with load_inplace"
+    return (
+        f"{error}; once that is mended, load it again with load_inplace (a folder of lora_dir is "
+        "taken anew by itself)"
+    )
 
 
 @dataclass(frozen=True)
