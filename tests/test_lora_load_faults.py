@@ -1,11 +1,15 @@
 """Loads that are broken off, or that the system has no thread or process for, leave nothing."""
 
 import gc
+import itertools
+import sys
 import threading
 import time
 import weakref
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
+from typing import Any
 
 import pytest
 import torch
@@ -18,6 +22,7 @@ from vexpert.errors import AdapterError, AdapterGoneError
 from vexpert.lora.adapter_version import Version
 from vexpert.lora.loading import LoaderPool
 from vexpert.lora.manager import AdapterManager
+from vexpert.lora.types import AdapterInfo
 
 
 @pytest.fixture
@@ -206,3 +211,56 @@ def test_a_served_adapter_waits_for_replaced_tensors_to_leave(
     assert_slot_is(manager, acquire(manager, refs["a"]), 0)
     finish(manager, refs["a"])
     manager.check_integrity()
+
+
+def is_interrupted(manager: AdapterManager, path: Path, place: int, is_lazy: bool) -> bool:
+    """Load `path` with Ctrl-C at one call of the interpreter, where signals come.
+
+    False: there are no more before the load ends.
+    """
+    calls, is_ending = itertools.count(), False
+
+    def profile(frame: FrameType, event: str, argument: Any) -> None:
+        nonlocal is_ending
+        file = frame.f_code.co_filename
+        is_ending = is_ending or frame.f_code.co_name == "end_load"
+        is_ours = "/vexpert/lora/" in file or file == threading.__file__
+        is_place = is_ours and not is_ending and event in ("call", "c_return")
+        if is_place and next(calls) == place:
+            raise KeyboardInterrupt
+
+    before = sys.getprofile()
+    sys.setprofile(profile)
+    try:
+        (manager.register if is_lazy else manager.load)("a", path)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        sys.setprofile(before)
+    return False
+
+
+@pytest.mark.parametrize("is_lazy", [False, True])
+def test_ctrl_c_at_any_call_of_a_load_keeps_no_lock_and_no_name(
+    tmp_path: Path, is_lazy: bool
+) -> None:
+    path = folder(tmp_path, "a", 1)
+
+    def is_interrupted_well(place: int) -> bool:
+        manager, infos = make(), list[AdapterInfo]()
+        was_interrupted = is_interrupted(manager, path, place, is_lazy)
+
+        def load() -> None:
+            infos.append(manager.load("a", path, load_inplace=True))
+
+        again = threading.Thread(target=load, daemon=True)
+        again.start()
+        again.join(30)
+        assert not again.is_alive(), f"a lock is kept: Ctrl-C at call {place}"
+        assert infos, f"the name is kept: Ctrl-C at call {place}"
+        wait_for(lambda: manager.usage().loading == 0)
+        manager.check_integrity()
+        return was_interrupted
+
+    places = itertools.takewhile(is_interrupted_well, itertools.count())
+    assert len(list(places)) > 5

@@ -196,6 +196,52 @@ def test_beside_free_places_a_slow_body_is_left_alone(monkeypatch: pytest.Monkey
     assert drained(make_fake_engine(), 5.0, work, max_connections=4, write_timeout=1) == 0
 
 
+def test_who_left_amid_its_body_just_before_the_end_does_not_hold_it_up(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """There is no look between: what the last one found is a request that waits for its body."""
+    looks: list[tuple[connections.Connections, Any, float]] = []
+    faults: list[Exception | None] = []
+    look_at_body = connections.Connections._look_at_body
+    end_slow_bodies = connections.Connections.end_slow_bodies
+
+    def watched_look(self: connections.Connections, protocol: Any, look: Any) -> None:
+        look_at_body(self, protocol, look)
+        looks.append((self, protocol, look.body_seconds))
+
+    def watched_end(self: connections.Connections, error: Exception) -> None:
+        fault = None
+        try:
+            end_slow_bodies(self, error)
+        except RuntimeError as raised:  # raised on, it would end the task that ends the server
+            fault = raised
+        faults.append(fault)
+
+    monkeypatch.setattr(connections.Connections, "_look_at_body", watched_look)
+    monkeypatch.setattr(connections.Connections, "end_slow_bodies", watched_end)
+    engine = make_fake_engine()
+    engine.held_at = 3
+
+    def work(url: str) -> None:
+        with connect(url) as running:
+            running.sendall(request_bytes(LONG))
+            wait_for(lambda: len(engine.requests) == 1)
+            with connect(url) as slow:
+                slow.sendall(SLOW)
+                wait_for(lambda: any(seconds > 0 for _, _, seconds in looks))
+                looks[0][0]._interval = 3600.0  # no look after the next one
+                wait_for(lambda: any(seconds >= 3600 for _, _, seconds in looks))
+            protocol = looks[-1][1]
+            wait_for(lambda: len(protocol.tasks) == 1)  # the stream's alone
+            end()
+            wait_for(lambda: bool(faults))
+            engine.held_at = None
+            assert b"data: [DONE]" in rest_of(running)
+
+    assert drained(engine, 60.0, work, max_connections=4, write_timeout=1) == 0
+    assert not any(faults)
+
+
 def test_the_pace_of_a_body() -> None:
     """What came fast before is no credit; what the server does not read yet is not the client's."""
     looking = connections.Connections([], 4.0)  # a look a second

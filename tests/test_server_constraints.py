@@ -206,3 +206,27 @@ def test_a_trial_ends_when_nobody_waits(monkeypatch: pytest.MonkeyPatch) -> None
         probe.check(slow, is_wanted)
     # Before it begins, amid it until nobody waits, and once more for the reason.
     assert looks == [True, True, True, False, False]
+
+
+def test_where_no_thread_can_be_started_the_caller_is_told(
+    asked: Asked, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Not the thread that hears the engine's commands, which would hear no more of them."""
+
+    def no_thread(self: threading.Thread) -> None:
+        raise RuntimeError("can't start new thread")
+
+    with monkeypatch.context() as patched:
+        patched.setattr(threading.Thread, "start", no_thread)
+        asked.ask(0, choice=["a"])
+    asked.ask(1, choice=["b"])
+    wait_for(lambda: asked.replies.get(1, asked) is None)
+    with monkeypatch.context() as patched:  # there is one that sorts, and none that compiles
+        patched.setattr(threading.Thread, "start", no_thread)
+        asked.ask(2, regex="slow")
+        wait_for(lambda: 2 in asked.replies)
+    for key in (0, 2):
+        assert isinstance(asked.replies[key], OverloadedError)
+        assert "can't start new thread; try again later" in str(asked.replies[key])
+    assert not asked.constraints._wanted
+    assert not asked.constraints._waiting

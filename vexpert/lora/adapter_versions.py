@@ -19,7 +19,7 @@ class Versions(Mapping[AdapterRef, Version]):
     def __init__(self, lock: RLock) -> None:
         self._by_ref: dict[AdapterRef, Version] = {}
         self._newest: dict[str, Version] = {}
-        self._loading: set[str] = set()  # names
+        self._loading: dict[str, Source] = {}  # by name; each is of one call alone
         self._numbers = itertools.count(1)
         self.listing = Listing(lock, self._newest)
 
@@ -41,7 +41,7 @@ class Versions(Mapping[AdapterRef, Version]):
         return name in self._loading
 
     def begin_load(self, name: str, source: Source, load_inplace: bool, pinned: bool) -> Version:
-        """A new version of `name`, which nobody else may load until `end_load`.
+        """A new version of `name`, which nobody else may load until `end_load` with this `source`.
 
         AdapterError where somebody does, or where `name` is there and is not to be replaced.
         """
@@ -52,12 +52,13 @@ class Versions(Mapping[AdapterRef, Version]):
                 f"adapter {name!r} is already loaded from {str(self._newest[name].source)!r}; "
                 "unload it first, or pass load_inplace to replace it"
             )
-        self._loading.add(name)
+        self._loading[name] = source
         return Version(AdapterRef(name, next(self._numbers)), source, pinned)
 
-    def end_load(self, name: str) -> None:
-        """Whatever came of it."""
-        self._loading.discard(name)
+    def end_load(self, name: str, source: Source) -> None:
+        """Whatever came of it. Harmless where it was refused."""
+        if self._loading.get(name) is source:
+            del self._loading[name]
 
     def find(self, name: str) -> Version | None:
         """The newest version of `name`."""

@@ -52,6 +52,7 @@ class HostTier:
         self.readers = _readers(loader, readers) if readers and memory.is_shared else None
         self.policy = HostPolicy(budget, max_copies)
         self._check_size, self._settled = check_size, settled
+        self._lock = lock
         self.changed = Condition(lock)  # a read ended, or memory may be free
         self._threads = LoaderPool(THREADS if self.readers is None else readers)
         self.loads = self.errors = 0
@@ -99,7 +100,7 @@ class HostTier:
 
     def wait(self, version: Version) -> None:
         """Until the read of `version` has ended, one way or the other."""
-        with self.changed:
+        with self._lock:  # a Condition's own steps to it are Python's: Ctrl-C there keeps it
             while not self.changed.wait_for(
                 lambda: version.life.state is not State.LOADING, RECHECK
             ):

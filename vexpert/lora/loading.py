@@ -36,7 +36,8 @@ class LoaderPool:
         self, threads: int = THREADS, most: int = MOST_THREADS, stuck_after: float = STUCK_AFTER
     ) -> None:
         self._threads, self._most, self._stuck_after = threads, most, stuck_after
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)
         self._queue: deque[Job] = deque()
         self._idle = 0
         self._busy: dict[int, float] = {}  # thread ident -> when it began its job, monotonic
@@ -47,7 +48,7 @@ class LoaderPool:
         self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]
     ) -> None:
         """Run `work` on a thread, then `done(result, error)` on the same thread."""
-        with self._changed:
+        with self._lock:  # on the caller's thread; Ctrl-C in a Condition's own steps would keep it
             self._queue.append(Job(work, done))
             self._changed.notify()
             self._start_missing()

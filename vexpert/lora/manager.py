@@ -113,23 +113,18 @@ class AdapterManager:
         check_name(name, self._reserved)
         check_switches(load_inplace=load_inplace, pinned=pinned)
         source = make_source(path, tensors, config, lora_B_layout)
-        with self._lock:
-            version = self._versions.begin_load(name, source, load_inplace, pinned)
+        version = None
         try:
             with self._lock:
+                version = self._versions.begin_load(name, source, load_inplace, pinned)
                 version.life.holds += 1  # nobody may drop what is read
                 self._host.ensure(version)
             self._host.wait(version)
         finally:
             with self._lock:
-                version.life.holds -= 1
-                self._versions.end_load(name)
-                if version.life.state is State.HOST:
-                    self._commit(version)
-                else:  # it was refused, or Ctrl-C came while it was read
-                    version.life.is_retired = True
-                    self._device.policy.unpin(version)
-                    self._free_if_retired(version)
+                self._versions.end_load(name, source)
+                if version is not None:
+                    self._end_load(version)
         if version.life.error is not None:
             raise AdapterError(version.life.error)
         return version.info()
@@ -154,8 +149,10 @@ class AdapterManager:
         source = Source(check_path(path), lora_B_layout)
         self._host.warm()
         with self._lock:
-            version = self._versions.begin_load(name, source, load_inplace, pinned)
-            self._versions.end_load(name)
+            try:
+                version = self._versions.begin_load(name, source, load_inplace, pinned)
+            finally:  # Ctrl-C may come within
+                self._versions.end_load(name, source)
             if pinned:
                 self._check_size(version, 0)
             self._commit(version)
@@ -359,6 +356,16 @@ class AdapterManager:
             raise AdapterError(why)
         if version.is_pinned and not version.life.is_retired:
             self._device.pin(version, nbytes)
+
+    def _end_load(self, version: Version) -> None:
+        """Nobody waits for its read any more."""
+        version.life.holds -= 1
+        if version.life.state is State.HOST:
+            self._commit(version)
+        else:  # it was refused, or Ctrl-C came while it was read
+            version.life.is_retired = True
+            self._device.policy.unpin(version)
+            self._free_if_retired(version)
 
     def _commit(self, version: Version) -> None:
         name = version.ref.name

@@ -37,7 +37,10 @@ class Constraints:
         """Prepare the sampling options of `fields` soon, and reply to `call`."""
         with self._lock:
             self._wanted[key] = None
-        self._quick.submit(self._sort, engine, call, fields, key)
+        try:
+            self._quick.submit(self._sort, engine, call, fields, key)
+        except OverloadedError as error:
+            self._refuse(call, key, error)
 
     def drop(self, key: int) -> None:
         """Nobody waits for this job any more; harmless if it has ended."""
@@ -56,18 +59,19 @@ class Constraints:
         try:
             params = read_params(fields)
             is_quick = not self._note(key, params.constraint) or engine.is_quick(params)
+            if is_quick:
+                self._run(engine, call, params, key)
+            elif self._may_wait(key, params.constraint):
+                self._slow.submit(self._run, engine, call, params, key)
+            else:
+                message = f"{MAX_WAITING} constraints wait to be compiled; try again later"
+                raise OverloadedError(message)
         except Exception as error:  # noqa: BLE001 - told to the caller, who waits
-            self._reply(call, "prepare", partial(_raise, error))
-            self.drop(key)
-            return
-        if is_quick:
-            self._run(engine, call, params, key)
-        elif self._may_wait(key, params.constraint):
-            self._slow.submit(self._run, engine, call, params, key)
-        else:
-            self.drop(key)
-            message = f"{MAX_WAITING} constraints wait to be compiled; try again later"
-            self._reply(call, "prepare", partial(_raise, OverloadedError(message)))
+            self._refuse(call, key, error)
+
+    def _refuse(self, call: int, key: int, error: Exception) -> None:
+        self.drop(key)
+        self._reply(call, "prepare", partial(_raise, error))
 
     def _note(self, key: int, constraint: StructuredOutputs | None) -> bool:
         """Whether somebody waits for the job, whose constraint is known now."""

@@ -6,6 +6,8 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from vexpert.server.progress import OverloadedError
+
 T = TypeVar("T")
 Work = tuple["Future[Any]", Callable[..., Any], tuple[Any, ...]]
 
@@ -27,7 +29,7 @@ class DaemonPool:
     def submit(self, function: Callable[..., T], *arguments: Any) -> "Future[T]":
         """Run `function(*arguments)` soon; its outcome. Cancelled at once after `close`.
 
-        Raises RuntimeError where the system has no room for a first thread.
+        Raises OverloadedError where the system has no room for a first thread.
         """
         future: Future[T] = Future()
         with self._lock:
@@ -45,10 +47,11 @@ class DaemonPool:
         try:
             threading.Thread(target=self._run, name=name, daemon=True).start()
             self._threads += 1
-        except RuntimeError:
+        except RuntimeError as error:
             if not self._threads:  # else one of those that are there does it
                 self._waiting.pop()
-                raise
+                message = f"there is no thread for this: {error}; try again later"
+                raise OverloadedError(message) from error
 
     def close(self) -> None:
         """Cancel what waits; threads end after what they do now, and are not waited for."""

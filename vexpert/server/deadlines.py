@@ -68,6 +68,8 @@ class DeadlineMiddleware:
             await error_response(request.error)(scope, receive, send)
         finally:
             self.service.unanswered.discard(request)
+            # Where the client left there is no answer: what ends slow bodies may still look here.
+            del scope[UNANSWERED]
 
     def _end(self, scope: Scope) -> float | None:
         is_limited = self.seconds is not None and scope["path"] not in UNLIMITED

@@ -176,11 +176,8 @@ class EngineLoop:
         """Answer on a thread of `pool`; the reading thread goes on where there can be none."""
         try:
             pool.submit(self._answer, call, method, arguments)
-        except RuntimeError as error:
-            refusal = OverloadedError(
-                f"the engine has no thread for this: {error}; try again later"
-            )
-            self.send("reply", call, error_fields(refusal), None)
+        except OverloadedError as error:
+            self.send("reply", call, error_fields(error), None)
 
     def _answer(self, call: int, method: str, arguments: list[Any]) -> None:
         """Run a method and reply; any thread."""
