@@ -156,7 +156,7 @@ def test_a_method_that_expands_is_needed() -> None:
     expanded = torch.cat((key, latents[1].expand(-1, 2, -1, -1)), 3), value
     with pytest.raises(ModelError, match="has no method expand_kv"):
         find_columns("attn", module, latents, expanded)
-    module.expand_kv = lambda *_: expanded
+    module.__dict__["expand_kv"] = lambda *_: expanded
     assert find_columns("attn", module, latents, expanded) == HeadColumns(2, 3, 2)
 
 

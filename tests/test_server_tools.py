@@ -57,7 +57,9 @@ def test_a_call_comes_back_in_openais_shape(fake: RunningServer) -> None:
     assert (calls[0].function.name, calls[0].function.arguments) == ("look_up", "")
     text = "".join((part.function and part.function.arguments) or "" for part in calls)
     assert text == '{"city": "Oslo"}'
-    assert len(calls) > 5  # as they are written, not at the end
+    # Of the text that one event carries, one piece: how much that is depends on who is late.
+    # That each new text is told at once is for test_tool_parser.
+    assert len(calls) > 1
     assert "".join(delta.content or "" for delta in deltas) == "Well."
     assert chunks[-1].choices[0].finish_reason == "tool_calls"
     rows = [row for c in chunks if c.choices[0].logprobs for row in c.choices[0].logprobs.content]

@@ -110,6 +110,15 @@ def test_calls_are_found_however_the_text_is_cut(
         assert read(form, pieces) == (words, calls)
 
 
+def test_arguments_are_told_as_they_are_written() -> None:
+    parser = ToolParser(FORMATS["hermes"], False, False)
+    assert not parser.feed(f"<tool_call>\n{CALL_A[: -len(A) - 1]}")
+    told = [parser.feed(character) for character in A]
+    assert told[0] == [CallStart(0, "get"), CallArguments(0, A[0])]
+    assert told[1:] == [[CallArguments(0, character)] for character in A[1:]]
+    assert not parser.feed("}\n</tool_call>")
+
+
 @pytest.mark.parametrize("form", list(FORMATS))
 def test_a_forced_answer_is_read_from_behind_its_opening(form: str) -> None:
     one = FORMATS[form]

@@ -10,10 +10,11 @@ or is cut at a multiple of BLOCK_M from its start), or those of BLOCK_M position
 
 | array | shape | holds |
 |---|---|---|
-| x | [T, H, DEPTH] | inputs, any strides of tokens and heads |
-| y | [T, H, COLUMNS] | outputs, any strides of tokens and heads |
+| x | [T, H, DEPTH] in the arena's dtype | inputs, any strides of tokens and heads |
+| y | [T, H, COLUMNS] in the arena's dtype | outputs, any strides of tokens and heads |
 | row_at, slot_at, run_start, run_end, counts | | see `dense_order`; IDENTITY: one row, `slots` |
-| arena, table | [N], [7, S] int64 | the site's factors and where they lie, see `SiteTable` |
+| arena | [N] float | the site's factors |
+| table | [7, S] int64 | where they lie, see `SiteTable` |
 """
 
 from math import gcd
@@ -127,7 +128,7 @@ def head_lora(
     """Change y [T, H, COLUMNS] in place, see above; `of_keys`: the first formula.
 
     most_rank: bound of the active slots' ranks, for tiles alone. alignment: every factor starts at
-    a multiple of so many elements.
+    a multiple of so many elements. Reference: `ops.reference.reference_head_delta`.
     """
     rows, heads, depth = x.shape
     width = y.shape[2]

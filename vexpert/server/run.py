@@ -117,6 +117,12 @@ class Server(uvicorn.Server):
         self._drain = asyncio.ensure_future(self._drain_requests())
 
     async def _drain_requests(self) -> None:
+        try:
+            await self._drain_all()
+        finally:  # whatever goes wrong in it, one signal ends the server
+            self.should_exit = True
+
+    async def _drain_all(self) -> None:
         service, seconds = self._service, self._service.options.shutdown_timeout
         if service.active:
             logger.info(
@@ -129,7 +135,6 @@ class Server(uvicorn.Server):
         service.cut("the server is shutting down and cannot complete this answer")
         if not await self._is_idle(CLOSE_SECONDS, HURRIED_SECONDS):
             self._connections.abort_all()
-        self.should_exit = True
 
     async def _is_idle(self, seconds: float, hurried_seconds: float = 0.0) -> bool:
         """Wait until no request runs, at most `seconds`; whether none does.
