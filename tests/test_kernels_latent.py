@@ -1,12 +1,12 @@
 """Attention kernels in latent mode against float64: on a GPU, or in Triton's interpreter."""
 
-from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
 import pytest
 import torch
 from helpers_attention import Case, make_latent_case, moved, worst_row_error
+from helpers_graphs import capture
 
 from vexpert.kernels.paged_decode import DecodeShape, paged_decode
 from vexpert.kernels.paged_prefill import PrefillShape, paged_prefill
@@ -138,19 +138,6 @@ def test_gpu_sizes(sizes: tuple[int, int, int], lens: list[tuple[int, int]]) -> 
     assert worst_row_error(attend(case), case.expected()) < LIMITS[torch.bfloat16]
 
 
-def captured(call: Callable[[], object]) -> torch.cuda.CUDAGraph:
-    """`call` in a graph, after a warm-up on a side stream."""
-    stream = torch.cuda.Stream()
-    stream.wait_stream(torch.cuda.current_stream())
-    with torch.cuda.stream(stream):
-        call()
-    torch.cuda.current_stream().wait_stream(stream)
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        call()
-    return graph
-
-
 @pytest.mark.gpu
 def test_gpu_graph_follows_lengths_and_tables() -> None:
     """One capture with a bound of 2000 keys; then other lengths and blocks."""
@@ -176,7 +163,7 @@ def test_gpu_graph_follows_lengths_and_tables() -> None:
     def fresh() -> torch.Tensor:
         return attend(replace(static, batch=replace(static.batch, _arrivals={})), out)
 
-    graph = captured(fresh)
+    graph, _ = capture(fresh)
     for case in [*cases, moved(cases[1], 9)]:
         batch = static.batch
         batch.kv_lens.copy_(case.batch.kv_lens)
