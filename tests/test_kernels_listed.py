@@ -8,17 +8,13 @@ import triton
 import triton.language as tl
 from helpers_lora import relative_error
 from helpers_moe import Layer, make_layer, naive
-from test_kernels_moe import PLANS, lora_of, run
+from test_kernels_moe import PLANS, WAITING_IN_INTERPRETER, lora_of, run
 
 from vexpert.kernels import moe_delta
 from vexpert.kernels.moe_delta import _find_item
 from vexpert.ops.moe_plan import MoePlan
 
-pytestmark = [
-    pytest.mark.skipif(torch.cuda.is_available(), reason="test_ops_gpu.py runs these"),
-    # Rows behind a tile's end are multiplied and never stored; see test_kernels_moe.py.
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
-]
+pytestmark = WAITING_IN_INTERPRETER
 LISTED = [name for name in PLANS if name.startswith("delta-listed")]
 
 
