@@ -6,6 +6,7 @@ test has the kernels themselves, in Triton's interpreter. Tests marked `gpu` rep
 """
 
 import copy
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -264,8 +265,10 @@ def allocations() -> int:
 @contextmanager
 def no_waits() -> Iterator[None]:
     """Inside, an operation that waits for the device raises RuntimeError."""
-    torch.cuda.set_sync_debug_mode("error")
     try:
+        with warnings.catch_warnings():  # the mode is set, and PyTorch says it may miss some
+            warnings.simplefilter("ignore", UserWarning)
+            torch.cuda.set_sync_debug_mode("error")
         yield
     finally:
         torch.cuda.set_sync_debug_mode("default")
