@@ -1,10 +1,10 @@
-"""Prompts on one GPU: LoRA ended by who reads q, k, v and o, and layers replayed as a whole.
+"""Prompts on one GPU: LoRA ended by who reads q, k and v, and layers replayed as a whole.
 
 `python bench/prefill.py parts` times q, k, v with their rotation, and o with the add and norm
-behind it: without adapters, as the packaged plans have it, and with readers' tiles. CUDA graph
-replays, cold L2, medians, contenders in turns; each is first checked against the packaged one.
+behind it: without adapters, with shrinks of several tiles, and with readers' tiles. CUDA graph
+replays, cold L2, medians, contenders in turns; each is first checked against the first one.
 `python bench/prefill.py whole` times prompts through the engine, of one length and of ever new
-ones, and the host's part of a layer: parts replayed, layers replayed, readers' tiles too.
+ones, and the host's part of a layer: parts replayed, layers replayed.
 `--dry`: on a CPU, in Triton's interpreter, with tiny sizes: whether it runs.
 """
 
@@ -32,7 +32,6 @@ from vexpert.kernels.common import can_use_pdl
 from vexpert.kernels.compile_ahead import compile_only
 from vexpert.kernels.dense_factors import DenseDelta, ReaderTile
 from vexpert.kernels.dense_shrink import DenseShrink
-from vexpert.kernels.norm_tiles import norm_tiles
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.rms_norm import add_rms_norm
 from vexpert.kernels.rope_arguments import Heads, Rope
@@ -41,26 +40,15 @@ from vexpert.kernels.rope_write import rope_write
 from vexpert.models.replayed_layer import ReplayedLayer
 from vexpert.ops import packed_linear as layers
 from vexpert.ops.dense_plan import DensePlan
-from vexpert.ops.plan_rows import PlanRows, packaged
 
-TILES = {
-    "qkv": [ReaderTile(16, 4), ReaderTile(16, 2), ReaderTile(16, 8), ReaderTile(32, 4),
-            ReaderTile(32, 8), ReaderTile(32, 4, num_warps=8)],
-    "o": [ReaderTile(16, columns=128), ReaderTile(16, columns=256),
-          ReaderTile(16, columns=512, num_warps=8), ReaderTile(32, columns=128, num_warps=8)],
-}  # fmt: skip
+TILES = [ReaderTile(16, 4), ReaderTile(16, 2), ReaderTile(16, 8), ReaderTile(32, 4)]
 SHRINKS = {
-    "packaged": None,
+    "16 columns": DenseShrink(False, 64, 16, 1, 128, 4, 4),
     "64 columns": DenseShrink(False, 64, 64, 1, 128, 4, 4),
     "64 columns, 32 rows": DenseShrink(False, 32, 64, 1, 128, 4, 4),
     "32 rows, 2 parts": DenseShrink(False, 32, 16, 2, 128, 4, 4),
 }
-READERS = [
-    {"least_rows": 4097, "reader": {"rows": 16, "heads": 4, "columns": 128}},
-    {"least_rows": 1025, "reader": {"rows": 16, "heads": 4, "columns": 128}},
-    {"least_rows": 257, "reader": {"rows": 16, "heads": 2, "columns": 512, "num_warps": 8}},
-]
-WAYS = {"parts replayed": (False, False), "layers": (True, False), "layers, tiles": (True, True)}
+WAYS = "parts replayed", "layers"
 
 
 Side = Callable[[torch.Tensor, DenseDelta | None], torch.Tensor]  # who reads a product
@@ -102,15 +90,14 @@ def norm_side(cell: Cell) -> Side:
     residual = torch.randn(cell.x.shape[0], width, device=device).to(dtype)
 
     def run(y: torch.Tensor, rest: DenseDelta | None) -> torch.Tensor:
-        if rest is not None:
-            return norm_tiles(y, residual, norm, 1.0, rest, pdl)[1]
+        assert rest is None
         return add_rms_norm(y, residual, norm, 1.0, pdl)[1]
 
     return run
 
 
 def contenders(layer: str, cell: Cell) -> tuple[dict[str, Call], list[torch.Tensor]]:
-    """Name -> call; the first two: without adapters, and as the packaged plan has it.
+    """Name -> call; the first two: without adapters, and an expand with a shrink of one site.
 
     And what they write besides what they return.
     """
@@ -129,15 +116,12 @@ def contenders(layer: str, cell: Cell) -> tuple[dict[str, Call], list[torch.Tens
         return call
 
     calls = {"base": lambda: side(layers.packed_linear(x, weight, None, None, None, plan), None)}
-    calls["packaged"] = today(replace(plan, fork=False))
-    for tile in TILES[layer]:
-        how = replace(plan, fork=False, reader=tile)
-        calls["tile " + "/".join(str(value) for value in vars(tile).values())] = tiles(how)
     for name, shrink in SHRINKS.items():
-        if shrink is not None:
-            how = replace(plan, fork=False, shrink=shrink)
-            calls[f"packaged, shrink {name}"] = today(how)
-            calls[f"tile, shrink {name}"] = tiles(replace(how, reader=TILES[layer][0]))
+        calls[f"expand, {name}"] = today(replace(plan, fork=False, shrink=shrink))
+    for name, shrink in SHRINKS.items() if layer == "qkv" else ():
+        for tile in TILES:
+            how = replace(plan, fork=False, shrink=shrink, reader=tile)
+            calls[f"{tile.rows} rows, {tile.heads} heads, {name}"] = tiles(how)
     return calls, written
 
 
@@ -167,7 +151,7 @@ def time_parts(given: argparse.Namespace, device: torch.device, sizes: list[int]
         calls, written = contenders(name, cell)
         if device.type == "cpu":
             calls = dict(list(calls.items())[:4])
-        wanted, base = (whole(calls[title], written) for title in ("packaged", "base"))
+        wanted, base = (whole(calls[title], written) for title in list(calls)[1::-1])
         assert error_of(base, wanted) > 1e-2, "the adapters do nothing"
         for title, call in list(calls.items())[2:]:
             got = whole(call, written)
@@ -219,38 +203,17 @@ def make_llm(dry: bool) -> LLM:
     return llm
 
 
-def with_readers() -> PlanRows:
-    """The packaged rows with readers' tiles for many rows."""
-    rows = packaged().families["dense"]["lora half"]
-    several = [row for row in rows if row.get("most_rows", 1 << 30) > 256]
-    mine = []
-    for reader in READERS:
-        for row in several:
-            if row.get("most_rows", 1 << 30) > reader["least_rows"]:
-                mine.append({**row, **reader})
-                break
-    return PlanRows({"dense": {"lora half": mine}}, "readers' tiles").before(packaged())
-
-
 class Ways:
     """Switches an engine between the ways of running a prompt's layers."""
 
     def __init__(self, llm: LLM) -> None:
         forwards = [getattr(m, "forward", None) for m in llm.engine.model.model.modules()]
         self.layers = [forward.replayed for forward in forwards if hasattr(forward, "replayed")]
-        packs = [forward.packed for forward in forwards if getattr(forward, "packed", None)]
-        self.backend = packs[0].backend if packs else None
-        self.rows = {False: packaged(), True: with_readers()}
         self.call = ReplayedLayer.__call__
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
-        whole, tiles = WAYS[name]
-        if self.backend is not None:
-            self.backend.rows = self.rows[tiles]
-        ReplayedLayer.__call__ = self.call if whole else _run_parts
-        for layer in self.layers:  # the plans are in no key: an engine has but one set
-            layer._shared.replays._entries.clear()
+        ReplayedLayer.__call__ = self.call if name == "layers" else _run_parts
         try:
             yield
         finally:
@@ -268,7 +231,7 @@ def time_whole(dry: bool) -> None:
     llm = make_llm(dry)
     ways, model = Ways(llm), llm.engine.model
     if not dry:
-        with compile_only(), ways("layers, tiles"), torch.inference_mode():
+        with compile_only(), ways("layers"), torch.inference_mode():
             for signature in warmup._signatures(model):
                 for tokens in (501, 512, 2031, 2048, 8192):  # classes of lengths
                     steps = warmup._Steps(model, tokens + 64, model.block_size)
@@ -278,7 +241,7 @@ def time_whole(dry: bool) -> None:
     for prompts, tokens in [(1, 40)] if dry else [(1, 512), (1, 2048), (16, 512)]:
         for names in ([None], ["x0"], [f"x{i}" for i in range(8)])[: 2 if prompts == 1 else 3]:
             line = []
-            for name in WAYS if names != [None] else list(WAYS)[:2]:
+            for name in WAYS:
                 with ways(name):
                     once = time_prompts(llm, prompts, tokens, names, [0] * 9)
                     new = time_prompts(llm, prompts, tokens, names, list(range(1, 10)))
@@ -325,16 +288,8 @@ def check_whole(llm: LLM, ways: Ways, tokens: int) -> None:
                     sorted((token, entry.logprob) for token, entry in row.items()) for row in rows
                 ]
     first = tables["parts replayed", 0]
-    same = all(tables[name, i] == first for name in list(WAYS)[:2] for i in range(3))
-    again = all(tables["layers, tiles", i] == tables["layers, tiles", 0] for i in range(3))
-    pairs = [
-        (dict(one), dict(other))
-        for one, other in zip(first, tables["layers, tiles", 0], strict=True)
-    ]
-    worst = max(
-        abs(one[key] - other[key]) for one, other in pairs for key in one.keys() & other.keys()
-    )
-    say(f"layers replayed: bitwise {same}; tiles: bitwise {again}, log-probs off by {worst:.4f}")
+    same = all(tables[name, i] == first for name in WAYS for i in range(3))
+    say(f"layers replayed: bitwise {same}")
 
 
 def time_host(llm: LLM, ways: Ways) -> None:
@@ -343,7 +298,7 @@ def time_host(llm: LLM, ways: Ways) -> None:
     for tokens in (512, 2048):
         for signature in warmup._signatures(model):
             line = []
-            for name in WAYS if signature is not None else list(WAYS)[:2]:
+            for name in WAYS:
                 with ways(name), torch.inference_mode():
                     step = warmup._Steps(model, tokens + 64, model.block_size).prompt(
                         tokens, signature

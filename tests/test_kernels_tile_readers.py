@@ -11,9 +11,7 @@ from vexpert.kernels.dense_factors import DenseDelta, ReaderTile
 from vexpert.kernels.dense_order import order_rows
 from vexpert.kernels.dense_shrink import DenseShrink
 from vexpert.kernels.dense_tiles import DenseTile
-from vexpert.kernels.norm_tiles import norm_tiles
 from vexpert.kernels.norms import Norm
-from vexpert.kernels.rms_norm import add_rms_norm
 from vexpert.kernels.rope_arguments import Heads, Rope
 from vexpert.kernels.rope_tiles import can_tile, rope_tiles
 from vexpert.kernels.rope_write import reference_rotate, rope_write
@@ -130,74 +128,37 @@ def test_norms_of_all_heads_are_not_tiled() -> None:
     assert not can_tile(heads)
 
 
-NORMS = [
-    (5, ReaderTile(16, columns=16), 1.0),
-    (40, ReaderTile(32, columns=64), 0.3),
-    (70, ReaderTile(16, columns=32, most_rank=128), 1.0),
-]
-
-
-@pytest.mark.parametrize(("rank", "tile", "multiplier"), NORMS)
-def test_norms(rank: int, tile: ReaderTile, multiplier: float) -> None:
-    case = make_step(rank, (48,))
-    y, rest = deferred(case, tile)
-    norm, residual = norm_of(48), torch.randn(len(y), 48)
-    want = add_rms_norm(case.reference(True).float(), residual, norm, multiplier)
-    alone = add_rms_norm(y, residual, norm, multiplier)
-    got = norm_tiles(y, residual, norm, multiplier, rest)
-    idle = case.slots < 0
-    for ours, without, reference in zip(got, alone, want, strict=True):
-        assert relative_error(ours, reference) < 1e-5
-        assert relative_error(without, reference) > 1e-2
-        assert relative_error(ours[idle], without[idle]) < 1e-6
-    assert torch.equal(got[0][idle], alone[0][idle])
-
-
-@pytest.mark.parametrize("kind", ["norm", "heads"])
-def test_float16_rounds_as_row_by_row(kind: str) -> None:
-    case = make_step(16, (48,) if kind == "norm" else SIZES, torch.float16)
-    y, rest = deferred(case, ReaderTile(16, heads=2, columns=16))
-    rows = replace(rest, tile=None)
-    got: tuple[torch.Tensor, ...]
-    want: tuple[torch.Tensor, ...]
-    if kind == "norm":
-        norm, residual = Norm(None, 48, 1e-5, "plain"), torch.randn(len(y), 48).half()
-        got = norm_tiles(y, residual, norm, 1.0, rest)
-        want = add_rms_norm(y, residual, norm, rest=rows)
-    else:
-        how = Heads(HEADS, KV_HEADS, WIDTH), Rope(0)
-        places = torch.arange(len(y))
-        got, want = (rotate(y, how, places, given) for given in (rest, rows))
+def test_float16_rounds_as_row_by_row() -> None:
+    case = make_step(16, SIZES, torch.float16)
+    y, rest = deferred(case, ReaderTile(16, heads=2))
+    how = Heads(HEADS, KV_HEADS, WIDTH), Rope(0)
+    places = torch.arange(len(y))
+    got, want = (rotate(y, how, places, given) for given in (rest, replace(rest, tile=None)))
     for ours, theirs in zip(got, want, strict=True):
         assert (ours != theirs).double().mean() < 0.01  # sums in another order
         assert relative_error(ours.float(), theirs.float()) < 1e-3
 
 
 def test_what_is_not_finite_stays_with_its_rows() -> None:
-    case = make_step(16, (48,))
+    case = make_step(16, SIZES)
     y, rest = deferred(case, ReaderTile(16))
-    table, norm, residual = case.tables[0], norm_of(48), torch.randn(len(y), 48)
-    want = norm_tiles(y, residual, norm, 1.0, rest)[0]
+    table, how = case.tables[0], (Heads(HEADS, KV_HEADS, WIDTH), Rope(0))
+    want = rotate(y, how, torch.arange(len(y)), rest)[0]
     broken = 4
-    table.arena[int(table.b_offset[0, broken]) :][:48] = float("nan")
+    table.arena[int(table.b_offset[0, broken]) :][: SIZES[0]] = float("nan")
     rest.h[:, case.slots < 0] = float("nan")  # rows that nobody wrote
-    got = norm_tiles(y, residual, norm, 1.0, rest)[0]
+    got = rotate(y, how, torch.arange(len(y)), rest)[0]
     mine = case.slots == broken
     assert got[mine].isnan().all()
     assert torch.equal(got[~mine], want[~mine])
 
 
-@pytest.mark.parametrize("kind", ["norm", "heads"])
-def test_faults_are_seen(kind: str) -> None:
+def test_faults_are_seen() -> None:
     """A neighbour's adapter, and A of another scale."""
-    case = make_step(16, (48,) if kind == "norm" else SIZES)
-    norm, residual = Norm(None, 48, 1e-5, "plain"), torch.zeros(len(case.slots), 48)
+    case, how = make_step(16, SIZES), (Heads(HEADS, KV_HEADS, WIDTH), Rope(0))
 
     def out(given: Packed) -> torch.Tensor:
         y, rest = deferred(given, ReaderTile(16, heads=2))
-        if kind == "norm":
-            return norm_tiles(y, residual, norm, 1.0, rest)[0]
-        how = Heads(HEADS, KV_HEADS, WIDTH), Rope(0)
         return rotate(y, how, torch.arange(len(y)), rest)[0].flatten(1)
 
     want = case.reference(True)[:, : case.sizes[0]]

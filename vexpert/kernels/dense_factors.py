@@ -46,8 +46,7 @@ class ReaderTile:
     """How a kernel that reads the output of many rows ends its LoRA: rows of a program together."""
 
     rows: int  # of a program: a factor is read once for all of them that have it
-    heads: int = 1  # of a rotation: a program does so many, one after another
-    columns: int = 128  # of a norm: so many at a time
+    heads: int = 1  # a program does so many, one after another
     num_warps: int = 4
     most_rank: int = 128  # of an active adapter
 

@@ -79,7 +79,7 @@ class FusedAttention:
         """The same, and what its reader has still to add to it; None: nothing."""
         done, o_proj = self._attend(hidden_states, position_embeddings), self.module.o_proj
         if isinstance(o_proj, LoraLinear):
-            return o_proj.deferred(done, True)
+            return o_proj.deferred(done)
         return (self.output or o_proj)(done), None
 
     def _attend(self, hidden: torch.Tensor, position_embeddings: Angles | None) -> torch.Tensor:

@@ -13,7 +13,6 @@ from torch import nn
 
 from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norm_router import MOST_TOKENS, Scratch, norm_router
-from vexpert.kernels.norm_tiles import norm_tiles
 from vexpert.kernels.rms_norm import add_rms_norm
 from vexpert.models.experts import ExpertsLayer
 from vexpert.models.fused_attention import FusedAttention
@@ -89,10 +88,6 @@ class FusedLayer:
         parts, router = self.parts, self.parts.router
         norm, width = parts.second.norm, residual.shape[-1]
         few = residual.numel() <= MOST_TOKENS * width
-        if rest is not None and rest.tile is not None:
-            rows = branch.reshape(-1, width), residual.reshape(-1, width)
-            both = norm_tiles(*rows, norm, parts.multiplier, rest, self.pdl)
-            return both[0].view(residual.shape), both[1].view(residual.shape)
         if router is None or self.scratch is None or not few or router.is_adapted:
             return add_rms_norm(branch, residual, norm, parts.multiplier, self.pdl, rest)
         total, normed, ids, weights = norm_router(

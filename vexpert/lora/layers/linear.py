@@ -57,20 +57,15 @@ class LoraLinear(nn.Linear):
             self._add(view, rows, y.view(-1, self.out_features))
         return y
 
-    def deferred(
-        self, x: torch.Tensor, tiles: bool = False
-    ) -> tuple[torch.Tensor, DenseDelta | None]:
-        """y, and what its reader has still to add to it; None: nothing.
-
-        `tiles`: the reader can do tiles of many rows.
-        """
+    def deferred(self, x: torch.Tensor) -> tuple[torch.Tensor, DenseDelta | None]:
+        """y, and what its reader has still to add to it; None: nothing."""
         delta, view = self.delta, self.delta.state.view
         fits = view is not None and delta.backend.can_pack and delta.is_adapted(view)
         if view is None or not fits or not delta.fits(view, x, self.weight):
             return self.forward(x), None
         rows = x.reshape(-1, self.in_features)
         lora = self._lora(view)
-        y, rest = delta.backend.deferred_linear(rows, self.weight, self.bias, lora, tiles)
+        y, rest = delta.backend.deferred_linear(rows, self.weight, self.bias, lora)
         return y.view(*x.shape[:-1], self.out_features), rest
 
     def _lora(self, view: BatchView) -> PackedLora:
