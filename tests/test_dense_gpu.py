@@ -9,8 +9,12 @@ from helpers_graphs import capture
 from helpers_lora import TOLERANCE, bits, relative_error
 
 from vexpert.kernels.common import can_use_pdl
+from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.kernels.norms import Norm
 from vexpert.kernels.rms_norm import add_rms_norm
+from vexpert.kernels.rope_arguments import Heads, Rope
+from vexpert.kernels.rope_tiles import rope_tiles
+from vexpert.kernels.rope_write import rope_write
 from vexpert.ops.backend import select_backend
 from vexpert.ops.packed_linear import MOST_DEFERRED
 
@@ -66,6 +70,34 @@ def test_a_norm_adds_what_is_left_to_it(rows: int, rank: int, dtype: torch.dtype
         total, _ = add_rms_norm(y, zero, norm, 1.0, pdl, rest)
         assert relative_error(total, case.reference(True)) < TOLERANCE[dtype]
         assert torch.equal(total[case.slots < 0], y[case.slots < 0])
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("rank", [16, 64])
+def test_a_rotation_adds_what_is_left_to_it(rank: int, dtype: torch.dtype) -> None:
+    """Of q, k and v of more than 4,096 rows, as the packaged plans have it."""
+    heads, rows, sizes = Heads(30, 5, 128), 4500, (30 * 128, 5 * 128, 5 * 128)
+    case = make(rows, dtype, depth=128, sizes=sizes, max_rank=rank)
+    backend, lora = select_backend("triton", "cuda", dtype), case.lora()
+    y, rest = backend.deferred_linear(case.x, case.weight, case.bias, lora, tiles=True)
+    assert rest is not None
+    assert rest.tile is not None
+    angles = torch.linspace(0, 6, rows * 128, device="cuda").view(rows, 128).to(dtype)
+    given, places = (angles.cos(), angles.sin()), torch.arange(rows, device="cuda")
+
+    def rotated(y: torch.Tensor, rest: DenseDelta | None) -> torch.Tensor:
+        q, k, v = y.split(sizes, 1)
+        cache = torch.zeros(2, rows, 5, 128, dtype=dtype, device="cuda")
+        how = heads, Rope(128), given, places, (cache[0], cache[1])
+        out = rope_write(q, k, v, *how) if rest is None else rope_tiles(q, k, v, *how, rest)
+        return torch.cat([out.flatten(1), *(part.flatten(1) for part in cache)], 1)
+
+    got, want = rotated(y, rest), rotated(case.reference(True).to(dtype), None)
+    for ours, whole in zip(got.split(sizes, 1), want.split(sizes, 1), strict=True):
+        assert relative_error(ours, whole) < 2 * TOLERANCE[dtype]
+    assert relative_error(rotated(y, None), want) > 1e-2
+    idle, nobody = case.slots < 0, replace(rest, slots=torch.full_like(case.slots, -1))
+    assert torch.equal(got[idle], rotated(y, nobody)[idle])
 
 
 @pytest.mark.parametrize("rows", [1, 8, 16])
