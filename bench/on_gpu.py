@@ -127,6 +127,7 @@ def parts(selection: str | None = None) -> dict[str, Part]:
         ),
         "profile": Part(60, script("decode_step", "--kernels 1 128")),
         "attention": Part(60, script("attention")),
+        "head": Part(40, script("lm_head")),
         "sanitize": Part(240, (*checked, *sanitize), [sanitize]),
     }
 

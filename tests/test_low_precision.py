@@ -3,10 +3,13 @@
 The reference is this engine in float32 on PyTorch operations alone (random weights on a GPU: on
 the float32 kernels), which other tests hold to transformers' own models with merged weights; its
 weights are the bfloat16 ones, so that only the arithmetic differs. Tests marked `gpu` run the
-kernels.
+kernels. Beside them stand PyTorch's own operations in bfloat16: on a CPU this engine's, on a GPU
+transformers' model, for adapters with weights that are merged and rounded.
 """
 
 import shutil
+from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -16,7 +19,10 @@ from safetensors.torch import load_file, save_file
 
 from vexpert import LLM, SamplingParams
 from vexpert.bench.engine.files import find_model_shape, write_adapter, write_model
+from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths, model_path
+from vexpert.engine.check import _Plain, _read
+from vexpert.lora.merge import merge_adapter
 from vexpert.models.served import TransformersModel
 
 LIMIT = 2e-2  # of a generated token's log-probability, at the 99th percentile
@@ -24,6 +30,7 @@ WORSE = 1.5  # times PyTorch's own mean error in bfloat16
 DEVICES = [("cpu", 15), pytest.param("cuda", 100, marks=pytest.mark.gpu)]
 RANDOM = [("cpu", "tiny"), pytest.param("cuda", "qwen3-30b-a3b-8l", marks=pytest.mark.gpu)]
 Work = list[tuple[list[int], str | None]]  # token ids, adapter
+Told = Callable[[Work, list[list[int]]], torch.Tensor]  # see `told`
 
 
 def rounded_copy(source: Path, target: Path) -> Path:
@@ -53,15 +60,19 @@ def serve(model: Path, adapters: dict[str, Path], device: str, dtype: str, backe
     return llm
 
 
-def copy_weights(source: LLM, target: LLM) -> None:
+def copy_weights(source: LLM, target: torch.nn.Module) -> None:
     """Of a model whose weights are random."""
-    models = source.engine.model, target.engine.model
-    assert isinstance(models[0], TransformersModel)
-    assert isinstance(models[1], TransformersModel)
-    for name, parameter in models[1].model.named_parameters():
-        given = models[0].parameter(name)
+    for name, parameter in target.named_parameters():
+        given = source.engine.model.parameter(name)
         assert given is not None, name
         parameter.data.copy_(given)
+
+
+def modules_of(llm: LLM) -> torch.nn.Module:
+    served = llm.engine.model
+    assert isinstance(served, TransformersModel)
+    module: torch.nn.Module = served.model
+    return module
 
 
 def chosen(llm: LLM, work: Work, steps: int) -> tuple[list[list[int]], torch.Tensor]:
@@ -93,13 +104,40 @@ def told(llm: LLM, work: Work, tokens: list[list[int]]) -> torch.Tensor:
     return torch.tensor(values)
 
 
-def check(served: LLM, plain: LLM | None, reference: LLM, work: Work, steps: int) -> None:
+class Transformers:
+    """transformers' own model in bfloat16, with the random weights of `served`."""
+
+    def __init__(self, served: LLM, folder: Path, adapters: dict[str, Path]) -> None:
+        self.served, self.adapters = served, adapters
+        config = EngineConfig(model=str(folder), load_format="dummy", dtype="bfloat16")
+        self.plain = _Plain(config, torch.bfloat16, served.engine.model_info.device)
+
+    def told(self, work: Work, tokens: list[list[int]]) -> torch.Tensor:
+        """What `told` gives, adapter by adapter."""
+        found: dict[int, torch.Tensor] = {}
+        for name in (None, *self.adapters):
+            copy_weights(self.served, self.plain.model)
+            if name is not None:
+                targets, weights = _read(self.served, self.adapters[name], None, 16)
+                merge_adapter(self.plain.model, weights, targets)
+            for index, ((ids, used), new) in enumerate(zip(work, tokens, strict=True)):
+                if used == name:
+                    (table,) = self.plain.log_probs([ids + new])
+                    rows = table[len(ids) - 1 : -1]
+                    found[index] = rows.gather(1, torch.tensor(new)[:, None])[:, 0]
+        return torch.cat([found[index] for index in range(len(work))])
+
+
+def check(served: LLM, plain: Told, reference: LLM, work: Work, steps: int) -> None:
     """`served` and `plain` in bfloat16, the second on PyTorch operations, against float32."""
     tokens, decoded = chosen(served, work, steps)
     want = told(reference, work, tokens)
-    errors = {"decoded": decoded - want, "as prompts": told(served, work, tokens) - want}
-    if plain is not None:
-        errors["PyTorch"] = told(plain, work, tokens) - want
+    errors = {
+        "decoded": decoded - want,
+        "as prompts": told(served, work, tokens) - want,
+        "PyTorch": plain(work, tokens) - want,
+    }
+    found: dict[tuple[bool, str], torch.Tensor] = {}
     for adapted in (False, True):
         mine = torch.tensor(
             [
@@ -108,16 +146,15 @@ def check(served: LLM, plain: LLM | None, reference: LLM, work: Work, steps: int
                 for _ in new
             ]
         )
-        means = {}
         for what, error in errors.items():
-            row = error[mine].abs()
-            means[what] = float(row.mean())
+            found[adapted, what] = row = error[mine].abs()
             figures = f"mean {row.mean():.2e}, p99 {row.quantile(0.99):.2e}, max {row.max():.2e}"
             print("LoRA" if adapted else "base", what, figures, f"of {len(row)}")
-        for what in ("decoded", "as prompts"):
-            assert errors[what][mine].abs().quantile(0.99) <= LIMIT, what
-            if plain is not None:
-                assert means[what] <= WORSE * means["PyTorch"] + 1e-3, (what, means)
+    for (adapted, what), row in found.items():
+        if what != "PyTorch":
+            assert row.quantile(0.99) <= LIMIT, (adapted, what)
+            most = WORSE * found[adapted, "PyTorch"].mean() + 1e-3
+            assert row.mean() <= most, (adapted, what)
 
 
 def demo_work(llm: LLM, count: int) -> Work:
@@ -144,7 +181,7 @@ def test_the_demo_in_bfloat16(device: str, count: int, demo: tuple[Path, dict[st
     served = serve(*demo, device, "bfloat16", "auto")
     plain = serve(*demo, "cpu", "bfloat16", "torch")
     reference = serve(*demo, "cpu", "float32", "torch")
-    check(served, plain, reference, demo_work(served, count), steps=16)
+    check(served, partial(told, plain), reference, demo_work(served, count), steps=16)
 
 
 @pytest.mark.parametrize(("device", "shape"), RANDOM)
@@ -157,11 +194,14 @@ def test_random_weights_in_bfloat16(device: str, shape: str, tmp_path: Path) -> 
     given = tmp_path / "model", adapters, device
     served = serve(*given, "bfloat16", "auto")
     on_cpu = device == "cpu"
-    plain = serve(*given, "bfloat16", "torch") if on_cpu else None
     reference = serve(*given, "float32", "torch" if on_cpu else "auto")
-    for other in (plain, reference):
-        if other is not None:
-            copy_weights(served, other)
+    copy_weights(served, modules_of(reference))
+    if on_cpu:
+        ours = serve(*given, "bfloat16", "torch")
+        copy_weights(served, modules_of(ours))
+        plain: Told = partial(told, ours)
+    else:
+        plain = Transformers(served, tmp_path / "model", adapters).told
     draw = torch.Generator().manual_seed(4)
     names = [None, *adapters]
     prompts = [

@@ -22,7 +22,7 @@ if TYPE_CHECKING:
 class Decoded(NamedTuple):
     """What a step of n rows gave; valid until the next step."""
 
-    logits: torch.Tensor  # [n, V] float32, or with kernels in the model's dtype of logits
+    logits: torch.Tensor  # [n, V] float32, or with kernels of `info.logits_dtype`
     largest: Largest | None  # None: not looked for
 
 

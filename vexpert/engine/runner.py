@@ -25,7 +25,7 @@ class PromptRows(NamedTuple):
 
 
 class StepResult(NamedTuple):
-    """Logits of one step: in the model's own dtype on a GPU, else float32."""
+    """Logits of one step: of `info.logits_dtype` on a GPU, else float32."""
 
     sampled: list[Sequence]  # sequences whose next token is due
     sample_logits: torch.Tensor  # [len(sampled), V]

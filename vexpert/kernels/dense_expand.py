@@ -10,7 +10,7 @@ program takes a tile of rows, or (`by_run`) the run that starts at its position,
 | h | [PLANES, R, sites * WIDTH] float32 | see `dense_shrink` |
 | row_at, run_at, ... | | see `dense_order` |
 | table | | see `dense_tiles` |
-| y | [R, sum of sizes] in the arena's dtype | columns adjacent, rows any stride apart |
+| y | [R, sum of sizes] in the arena's dtype, or float32 | columns adjacent, rows any stride apart |
 """
 
 import torch
@@ -222,7 +222,7 @@ def dense_expand(
     `ops.reference.packed_linear`.
     """
     check_matrix("y", y)
-    assert y.dtype == factors.arena.dtype, (y.dtype, factors.arena.dtype)
+    assert y.dtype in (factors.arena.dtype, torch.float32), (y.dtype, factors.arena.dtype)
     planes, rows, columns = h.shape
     options = _options(factors, planes, tile, pdl)
     blocks = column_blocks(factors.sizes, tile.block_n)

@@ -11,7 +11,7 @@ of A: h[r, c] = A[site, slot of r] [c] @ x[r]. What reads y adds B h (`DenseDelt
 | bias | [N] in x's dtype, or None | |
 | slots | [R] int64 | < 0: base |
 | table | | see `dense_tiles` |
-| y | [R, N] in x's dtype | contiguous |
+| y | [R, N] in x's dtype, or float32 | contiguous |
 | h | [1, R, sites * WIDTH] float32 | zero from a site's rank on; base unwritten |
 """
 
@@ -90,15 +90,18 @@ def dense_few(
     bias: torch.Tensor | None,
     lora: tuple[torch.Tensor, DenseFactors] | None,
     pdl: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, DenseDelta | None]:
-    """(y [R, N] in x's dtype, what is still to add to it); `lora`: (slots, factors) of the rows.
+    """(y [R, N] in `out_dtype`, what is still to add to it); `lora`: (slots, factors) of the rows.
+
+    out_dtype None: x's.
 
     R is small, for it is part of the kernel; `can_few` holds. Reference:
     `ops.reference.packed_linear`.
     """
     assert can_few(x, weight), (x.shape, x.stride(), weight.stride())
     (rows, depth), columns = x.shape, weight.shape[0]
-    y = torch.empty(rows, columns, dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, columns, dtype=out_dtype or x.dtype, device=x.device)
     block_k = power_of_two(depth, 16, MOST_DEPTH)
     block_n = max(1, TILE // block_k)
     given, options, rest, shrinks = (x, x, x), {}, None, 0

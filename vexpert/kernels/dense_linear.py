@@ -12,7 +12,7 @@ programs may be the shrink: the others add once these have arrived.
 | row_at, run_at, row_run, run_slot, counts | | see `dense_order` |
 | table | | see `dense_tiles` |
 | arrivals | [1] int32 | see `arrivals` |
-| y | [R, sum of sizes] in x's dtype | contiguous |
+| y | [R, sum of sizes] in x's dtype, or float32 | contiguous |
 """
 
 from dataclasses import dataclass
@@ -227,8 +227,9 @@ def dense_linear(
     lora: DenseLora | None,
     tile: DenseTile,
     pdl: bool = False,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """y [R, sum of sizes] in x's dtype, of sites with `sizes` columns each.
+    """y [R, sum of sizes] in `out_dtype` (None: x's), of sites with `sizes` columns each.
 
     With `lora.shrink`, h is written too, and R is at most a tile's rows; the layer's `arrivals` are
     zero before and after. Reference: `ops.reference.packed_linear`.
@@ -237,7 +238,7 @@ def dense_linear(
     assert x.dtype == weight.dtype, (x.dtype, weight.dtype)
     assert sum(sizes) == weight.shape[0], (sizes, weight.shape)
     rows, depth = x.shape
-    y = torch.empty(rows, weight.shape[0], dtype=x.dtype, device=x.device)
+    y = torch.empty(rows, weight.shape[0], dtype=out_dtype or x.dtype, device=x.device)
     given, options, shrinks = (x,) * 9, NO_LORA, _count_shrinks(lora)
     if lora is not None:
         order, factors = lora.order, lora.factors

@@ -11,7 +11,7 @@ read, added to in float32, rounded and written by one program.
 | slice_rank, slice_column, b_offset, b_stride | [n, S] int64 | the site's table |
 | key, order, block_start, num_blocks | | see `blocks` |
 | mask | [P] bool or None | rows that may change |
-| y | [P, out] in the arena's dtype | the output, columns adjacent |
+| y | [P, out] in the arena's dtype, or float32 | the output, columns adjacent |
 """
 
 from dataclasses import dataclass
@@ -130,7 +130,7 @@ def lora_expand(
     check_matrix("y", y)
     assert h.dtype == torch.float32, h.dtype
     assert h.is_contiguous(), h.stride()
-    assert y.dtype == arena.dtype, (y.dtype, arena.dtype)
+    assert y.dtype in (arena.dtype, torch.float32), (y.dtype, arena.dtype)
     rows, max_rank = h.shape
     if rows == 0:
         return
@@ -140,8 +140,8 @@ def lora_expand(
         y if mask is None else mask, y, rows, table[0].shape[1], max_rank, run.size, run.first,
         run.start, run.step, run.stride, y.stride(0),
         NUM_EXPERTS=blocks.num_experts, HAS_MASK=mask is not None, ADD=add,
-        PRECISION=dot_precision(y.dtype), BLOCK_M=blocks.block_m, BLOCK_N=block_n,
-        BLOCK_R=power_of_two(max_rank, 16, 32 if y.dtype == torch.float32 else 64),
+        PRECISION=dot_precision(arena.dtype), BLOCK_M=blocks.block_m, BLOCK_N=block_n,
+        BLOCK_R=power_of_two(max_rank, 16, 32 if arena.dtype == torch.float32 else 64),
     )  # fmt: skip
 
 

@@ -60,21 +60,28 @@ class InvariantProducts(TorchFunctionMode):
         return func(*args, **given)
 
     def _linear(
-        self, input: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = None
+        self,
+        input: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         rows = input.reshape(-1, input.shape[-1])
-        y = self.backend.packed_linear(rows, weight, bias, None)
+        y = self.backend.packed_linear(rows, weight, bias, None, out_dtype)
         return y.view(*input.shape[:-1], weight.shape[0])
 
-    def _matmul(self, input: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
-        if input.shape[-1] == 1 and other.dim() > 1:
+    def _matmul(
+        self, input: torch.Tensor, other: torch.Tensor, out_dtype: torch.dtype | None = None
+    ) -> torch.Tensor:
+        """`out_dtype`: what `torch.mm` alone can be asked for."""
+        if out_dtype is None and input.shape[-1] == 1 and other.dim() > 1:
             return input * other  # as in rotary embeddings; nothing is added up
         if other.dim() != 2 or input.dim() < 2:
             shapes = f"{tuple(input.shape)} by {tuple(other.shape)}"
             raise UnsupportedError(
                 f"batch_invariant: a product of {shapes} is not rows by a weight; {REMEDY}"
             )
-        return self._linear(input, other.t())
+        return self._linear(input, other.t(), None, out_dtype)
 
 
 def make_invariant(seen: Probe, fusions: Fusions, layers: Mapping[str, ExpertsLayer]) -> None:

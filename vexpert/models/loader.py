@@ -82,8 +82,8 @@ def serve(
     if config.enable_lora:
         swap_layers(model, targets, experts_layers, lora, backend)
     else:
-        swap_head(model)
         targets = TargetMap(text.model_type, type(model).__name__, {}, ())
+    swap_head(model)
     context = StepContext()
     if fusions is not None:
         fusions.pack(model, backend, context)

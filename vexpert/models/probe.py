@@ -16,6 +16,7 @@ from vexpert.errors import ModelError
 from vexpert.kernels.dense_factors import HeadColumns
 from vexpert.models.latent import find_columns
 from vexpert.models.masks import CAUSAL, MaskKind, UnknownMask, identify
+from vexpert.ops.float32_linear import head_dtype
 
 NAME = "vexpert-probe"
 TOKENS = 5  # of the observed pass; logits are wanted of LOGITS of them
@@ -127,10 +128,21 @@ def probe_mask(
     return identify(mask_function, local_size, device)
 
 
+def _as_served(head: nn.Module, args: object, logits: torch.Tensor) -> torch.Tensor:
+    """Forward hook of lm_head: its outputs in the dtype of `models.swap`'s modules."""
+    return logits.to(head_dtype(head.get_parameter("weight")))
+
+
 @contextmanager
-def _attached(model: nn.Module, probe: Probe) -> Iterator[None]:
-    """`probe` on all modules, and a hook on every Linear, for the time of the pass."""
+def _attached(model: Any, probe: Probe) -> Iterator[None]:
+    """`probe` on all modules, and a hook on every Linear, for the time of the pass.
+
+    lm_head gives the dtype that it will once it is swapped: the model may cast it further.
+    """
     hooks = []
+    head = model.get_output_embeddings()
+    if type(head) is nn.Linear:
+        hooks.append(head.register_forward_hook(_as_served))
     for module in probe.paths:
         module.__dict__["vexpert_probe"] = probe
         if isinstance(module, nn.Linear):

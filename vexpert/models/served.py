@@ -55,7 +55,7 @@ class TransformersModel:
 
     @torch.inference_mode()
     def raw_logits(self, step: StepInput) -> torch.Tensor:
-        """The same in the model's own dtype."""
+        """The same in `info.logits_dtype`."""
         assert self.block_size, "allocate_cache comes first"
         self.context.plan = StepPlan(step, self.block_size)
         self.lora.set_view(step.lora)

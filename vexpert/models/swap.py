@@ -42,7 +42,10 @@ def swap_layers(
 
 
 class WideHead(nn.Linear):
-    """lm_head without LoRA, in the form of its product that this machine runs fastest."""
+    """lm_head without LoRA, in the form of its product that this machine runs fastest.
+
+    Its outputs are of `head_dtype`, float32 where the weight need not be copied for that.
+    """
 
     product: Product
 
@@ -51,7 +54,7 @@ class WideHead(nn.Linear):
 
 
 def swap_head(model: Any) -> None:
-    """Replace, in place, the lm_head of a model that is served without LoRA."""
+    """Replace, in place, the lm_head of a model, unless it is LoRA-aware or more than a Linear."""
     head = model.get_output_embeddings()
     if type(head) is not nn.Linear:
         return

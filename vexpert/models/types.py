@@ -22,7 +22,7 @@ class ModelInfo:
     device: torch.device
     weight_bytes: int
     cache_bytes_per_token: int  # all layers
-    logits_dtype: torch.dtype = torch.float32  # of `raw_logits`
+    logits_dtype: torch.dtype = torch.float32  # of `raw_logits`; on a GPU that, but for odd heads
 
 
 @dataclass(frozen=True)
@@ -79,7 +79,7 @@ class ServedModel(Protocol):
         """Logits [n, vocab_size] float32 of `step.logit_rows`; writes the step's KV in place."""
 
     def raw_logits(self, step: StepInput) -> torch.Tensor:
-        """The same in the model's own dtype."""
+        """The same in `info.logits_dtype`."""
 
     def why_not_captured(self) -> str | None:
         """Why a step of one token a sequence cannot become a CUDA graph, or None."""

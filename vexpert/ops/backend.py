@@ -53,7 +53,8 @@ class LoraBackend(Protocol):
     """One implementation. Rows: P; a Routing or Arrangement goes back to the backend it is from.
 
     x, y, weight, bias and the tables' arenas have one dtype, of those that `CAPABILITIES` names;
-    slots, experts and x_rows are int64; routing weights are of any float dtype.
+    y of a dense layer may also be float32, and gets deltas unrounded on a GPU. Slots, experts and
+    x_rows are int64; routing weights are of any float dtype.
     """
 
     name: str
@@ -125,11 +126,13 @@ class LoraBackend(Protocol):
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         lora: PackedLora | None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """y [R, out] = W x + bias + each site's B A x; x [R, in], weight [out, in], bias [out].
 
-        `out` is the sum of the sites' outputs. Which product computes a step depends on its shape
-        and on whether there is `lora`, not on slots: rows without an adapter get W x + bias.
+        y is in `out_dtype`: x's (None), or float32, unrounded. `out` is the sum of the sites'
+        outputs. Which product computes a step depends on its shape and on whether there is `lora`,
+        not on slots: rows without an adapter get W x + bias.
         """
 
     def deferred_linear(
@@ -303,12 +306,15 @@ def check_operands(
     table: SiteTable,
     num_rows: int,
 ) -> None:
-    """Raise UnsupportedError unless x [*, in] and y [num_rows, out] fit the site and its arena."""
+    """Raise UnsupportedError unless x [*, in] and y [num_rows, out] fit the site and its arena.
+
+    y may also be float32.
+    """
     arena = table.arena
     dtype, is_cuda = arena.dtype, arena.is_cuda
     fits = (  # written for speed: once per site and step
         x.dtype is dtype
-        and y.dtype is dtype
+        and (y.dtype is dtype or y.dtype is torch.float32)
         and x.is_cuda is is_cuda
         and y.is_cuda is is_cuda
         and x.dim() == y.dim() == 2

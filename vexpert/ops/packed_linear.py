@@ -25,6 +25,7 @@ from vexpert.kernels.dense_tiles import DenseTile
 from vexpert.kernels.replay import Replays
 from vexpert.log import get_logger, log_once
 from vexpert.ops.dense_plan import DensePlan, DenseShape, choose_dense_plan
+from vexpert.ops.float32_linear import linear
 from vexpert.ops.types import LoraSite, OutputSlice, PackedLora, SiteTable
 
 logger = get_logger(__name__)
@@ -52,8 +53,12 @@ def packed_linear(
     lora: PackedLora | None,
     order: RowOrder | None,
     plan: DensePlan | None = None,
+    out_dtype: torch.dtype | None = None,
 ) -> torch.Tensor:
-    """y [R, out]; `order` of x's rows, if there is LoRA; `plan` None: by the shape."""
+    """y [R, out]; `order` of x's rows, if there is LoRA; `plan` None: by the shape.
+
+    out_dtype: x's (None), or float32, to which sums and deltas are added unrounded.
+    """
     rows = x if x.stride(1) == 1 else x.contiguous()
     adapters = 0 if lora is None else lora.num_adapters
     plan = plan or choose_dense_plan(shape_of(x, weight.shape[0]), adapters)
@@ -63,18 +68,20 @@ def packed_linear(
         assert order is not None
         added = _shrunk(rows, order, factors[0], tile, plan, adapters)
         sizes = factors[0].sizes
-        return dense_linear(rows, weight, bias, sizes, added, tile, can_use_pdl(x.device))
+        pdl = can_use_pdl(x.device)
+        return dense_linear(rows, weight, bias, sizes, added, tile, pdl, out_dtype)
     if lora is not None and len(factors) == 1 and _can_fork(x, plan):
         assert order is not None
-        h, y = _beside(rows, weight, bias, factors[0], order, plan)
+        h, y = _beside(rows, weight, bias, factors[0], order, plan, out_dtype)
         dense_expand(h, order, factors[0], plan.expand, y)
         return y
     if lora is None and 0 < x.shape[0] <= plan.few_rows and can_few(rows, weight):
-        return dense_few(rows, weight, bias, None, can_use_pdl(x.device))[0]
+        return dense_few(rows, weight, bias, None, can_use_pdl(x.device), out_dtype)[0]
     if tile is None:
-        y = functional.linear(x, weight, bias)
+        y = linear(x, weight, bias, out_dtype)
     else:
-        y = dense_linear(rows, weight, bias, (weight.shape[0],), None, tile, can_use_pdl(x.device))
+        sizes, pdl = (weight.shape[0],), can_use_pdl(x.device)
+        y = dense_linear(rows, weight, bias, sizes, None, tile, pdl, out_dtype)
     if lora is not None:
         assert order is not None
         add_dense(rows, y, factors, order, plan)
@@ -155,6 +162,7 @@ def _beside(
     factors: DenseFactors,
     order: RowOrder,
     plan: DensePlan,
+    out_dtype: torch.dtype | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """(h, y) of the library's product and of the shrink beside it on another stream."""
     main, side = cuda.current_stream(x.device), _side_stream(x.device)
@@ -162,7 +170,7 @@ def _beside(
     side.wait_stream(main)
     with cuda.stream(side):
         dense_shrink(x, order, factors, plan.shrink, h=h)
-    y = functional.linear(x, weight, bias)
+    y = linear(x, weight, bias, out_dtype)
     main.wait_stream(side)
     return h, y
 
@@ -179,7 +187,10 @@ def add_dense(
     order: RowOrder,
     plan: DensePlan,
 ) -> None:
-    """Add the deltas of x [R, in] to y [R, out] in place; `factors` take columns in turn."""
+    """Add the deltas of x [R, in] to y [R, out] in place; `factors` take columns in turn.
+
+    y is of x's dtype, or float32.
+    """
     if x.shape[0] == 0:
         return
     pdl = can_use_pdl(x.device)

@@ -1,11 +1,11 @@
 """The backend for CPUs: torch and numpy alone."""
 
 import torch
-from torch.nn import functional
 
 from vexpert.kernels.dense_factors import DenseDelta, HeadColumns
 from vexpert.ops import per_adapter, torch_gemm, torch_heads, torch_routing
 from vexpert.ops.backend import check_operands
+from vexpert.ops.float32_linear import linear
 from vexpert.ops.routing import Arrangement, Routing
 from vexpert.ops.torch_lora import Delta
 from vexpert.ops.torch_routing import IntArray, TorchArrangement, TorchRouting, ragged
@@ -117,10 +117,11 @@ class TorchBackend:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         lora: PackedLora | None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         """Site by site: LoRA adds to contiguous outputs faster than to slices."""
         if lora is None:
-            return functional.linear(x, weight, bias)
+            return linear(x, weight, bias, out_dtype)
         sizes = [site.out_features for site in lora.sites]
         weights = torch.split(weight, sizes)
         biases = [None] * len(sizes) if bias is None else torch.split(bias, sizes)
@@ -128,7 +129,7 @@ class TorchBackend:
         for site, table, own, its_bias in zip(
             lora.sites, lora.tables, weights, biases, strict=True
         ):
-            y = functional.linear(x, own, its_bias)
+            y = linear(x, own, its_bias, out_dtype)
             self.apply(x, y, site, table, lora.routing)
             parts.append(y)
         return torch.cat(parts, 1) if len(parts) > 1 else parts[0]

@@ -183,13 +183,14 @@ class TritonBackend:
         weight: torch.Tensor,
         bias: torch.Tensor | None,
         lora: PackedLora | None,
+        out_dtype: torch.dtype | None = None,
     ) -> torch.Tensor:
         adapters = 0 if lora is None else lora.num_adapters
         plan = choose_dense_plan(shape_of(x, weight.shape[0]), adapters, self.rows)
         if lora is None:
-            return packed_linear(x, weight, bias, None, None, plan)
+            return packed_linear(x, weight, bias, None, None, plan, out_dtype)
         assert isinstance(lora.routing, TritonRouting)
-        return packed_linear(x, weight, bias, lora, lora.routing.order, plan)
+        return packed_linear(x, weight, bias, lora, lora.routing.order, plan, out_dtype)
 
     def deferred_linear(
         self,

@@ -12,6 +12,7 @@ import torch
 from torch.nn import functional
 
 from vexpert.log import get_logger, log_once
+from vexpert.ops.float32_linear import float32_linear, head_dtype
 
 logger = get_logger(__name__)
 Product = Callable[..., torch.Tensor]  # (x [..., in], weight [out, in], bias [out] or None)
@@ -60,7 +61,12 @@ _measured: dict[tuple[int, int, int], int] = {}
 
 
 def choose_linear(weight: torch.Tensor) -> Product:
-    """What computes `F.linear(x, weight, bias)` fastest on this machine; measures if it matters."""
+    """What computes `F.linear(x, weight, bias)` fastest on this machine; measures if it matters.
+
+    Its outputs are of `head_dtype(weight)`.
+    """
+    if head_dtype(weight) != weight.dtype:
+        return float32_linear
     if weight.device.type != "cpu" or weight.dtype != torch.float32:
         return functional.linear
     if weight.numel() < MIN_ELEMENTS:

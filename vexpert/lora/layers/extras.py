@@ -3,10 +3,10 @@
 from collections.abc import Sequence
 
 import torch
-from torch.nn import functional
 
 from vexpert.lora.layers.groups import RowGroups
 from vexpert.lora.site_extras import SiteExtra
+from vexpert.ops.float32_linear import linear
 
 
 def apply_extras(
@@ -51,14 +51,20 @@ def _multiply(
 ) -> torch.Tensor:
     """Linear: outputs [m, out] of x [m, in] by the adapter's own weight or rows of it."""
     if extra.weight is not None:
-        out = functional.linear(x, extra.weight.to(x.dtype), bias).to(out.dtype)
+        out = _linear(x, extra.weight, bias, out.dtype)
     if extra.token_ids is not None:
         assert extra.token_rows is not None
         own = None if bias is None else bias[extra.token_ids]
-        out[:, extra.token_ids] = functional.linear(x, extra.token_rows.to(x.dtype), own).to(
-            out.dtype
-        )
+        out[:, extra.token_ids] = _linear(x, extra.token_rows, own, out.dtype)
     return out
+
+
+def _linear(
+    x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype
+) -> torch.Tensor:
+    """x W^T + b in x's dtype, then in `dtype`; where that is float32, sums are not rounded."""
+    out_dtype = torch.float32 if dtype == torch.float32 else None
+    return linear(x, weight.to(x.dtype), bias, out_dtype).to(dtype)
 
 
 def _scale(extra: SiteExtra, experts: torch.Tensor | None, out: torch.Tensor) -> torch.Tensor:

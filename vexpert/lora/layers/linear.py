@@ -9,6 +9,7 @@ from vexpert.kernels.dense_factors import DenseDelta
 from vexpert.lora.layers.rows import SiteDelta
 from vexpert.lora.types import BatchView, LinearTarget, LoraState
 from vexpert.ops.backend import LoraBackend
+from vexpert.ops.float32_linear import head_dtype
 from vexpert.ops.types import PackedLora
 from vexpert.ops.wide_linear import Product, choose_linear
 
@@ -21,6 +22,7 @@ class LoraLinear(nn.Linear):
 
     delta: SiteDelta
     product: Product = staticmethod(functional.linear)
+    out_dtype: torch.dtype | None = None  # of the outputs; None: the inputs'
     rows_key = "tokens"  # routing shared by all layers over the same rows
 
     @classmethod
@@ -79,12 +81,13 @@ class LoraLinear(nn.Linear):
         """Base and LoRA as one operation of the backend, where the step allows it."""
         backend, delta = self.delta.backend, self.delta
         rows = x.reshape(-1, self.in_features)
+        given = rows, self.weight, self.bias
         if view is None or not delta.is_adapted(view):
-            y = backend.packed_linear(rows, self.weight, self.bias, None)
+            y = backend.packed_linear(*given, None, self.out_dtype)
         elif delta.fits(view, x, self.weight):
-            y = backend.packed_linear(rows, self.weight, self.bias, self._lora(view))
+            y = backend.packed_linear(*given, self._lora(view), self.out_dtype)
         else:
-            y = backend.packed_linear(rows, self.weight, self.bias, None)
+            y = backend.packed_linear(*given, None, self.out_dtype)
             self._add(view, rows, y)
         return y.view(*x.shape[:-1], self.out_features)
 
@@ -95,7 +98,7 @@ class LoraLinear(nn.Linear):
 
 
 class LoraLmHead(LoraLinear):
-    """lm_head: its rows are those whose logits the step wants."""
+    """lm_head: its rows are those whose logits the step wants; they are of `head_dtype`."""
 
     rows_key = "logits"
 
@@ -106,6 +109,7 @@ class LoraLmHead(LoraLinear):
         module = super().wrap(linear, target, state, backend)
         assert isinstance(module, LoraLmHead)
         module.product = choose_linear(linear.weight)
+        module.out_dtype = head_dtype(linear.weight)
         return module
 
     def slots(self, view: BatchView) -> torch.Tensor:

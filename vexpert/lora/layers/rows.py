@@ -93,11 +93,12 @@ class SiteDelta:
     ) -> None:
         """B A x added to y in place.
 
-        Computes in the arena's dtype whatever those of x and y are (routers may run in float32).
+        Factors multiply in the arena's dtype whatever x's is (routers may run in float32). Of x in
+        that dtype, what is added to a float32 y is not rounded to it in between.
         """
         table = self.table
         dtype = table.arena.dtype
-        if x.dtype is not dtype or y.dtype is not dtype:
+        if x.dtype is not dtype or y.dtype not in (dtype, torch.float32):
             delta = torch.zeros_like(y, dtype=dtype)
             self._add_factors(view, groups, x.to(dtype), delta, x_rows)
             y.add_(delta)
