@@ -95,11 +95,6 @@ def parts(selection: str | None = None) -> dict[str, Part]:
         "churn": Part(95, script("churn", "--device cuda --requests 100000 --seconds 55")),
         "loads": Part(120, script("steps_beside_loads", "--seconds 90")),
         "load": Part(60, script("adapter_load", "--rounds 3")),
-        "moe": Part(
-            220,
-            script("moe_candidates", "--budget 150"),
-            [script("moe_candidates", "--compile-only")],
-        ),
         "layers": Part(120, script("prefill", "whole")),
         "readers": Part(120, script("prefill", "parts --budget 90")),
         "throughput": Part(160, vexpert(f"{THROUGHPUT} --prefill 16x512 1x2048 1x512 --repeats 3")),

@@ -23,12 +23,6 @@ from vexpert.ops.moe_plan import BasePlan, DeltaPlan, LoraPlan, MoePlan, MoeShap
 from vexpert.ops.types import ExpertsLora, ExpertsTensors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_ops_gpu.py runs these")
-# Of tests of programs that wait for others.
-WAITING_IN_INTERPRETER = [
-    pytestmark,
-    # Rows behind a tile's end are multiplied and never stored; see below.
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
-]
 
 SMALL = TileShape(16, 16)
 RUN = ShrinkShape(16, 2, 16)
@@ -36,7 +30,6 @@ CHUNK = ShrinkShape(16, 1, 32)
 WIDE = ShrinkShape(32, 1, 32)
 DELTA = DeltaShape(16, 16)
 SHARED = DeltaShape(32, 32, share=3, programs=2)
-LISTED = DeltaShape(16, 32, share=0, programs=2, together=True)
 GPT_OSS = Flags(is_transposed=True, is_interleaved=True, has_bias=True)
 ALONE = BasePlan(True, 16, SMALL, SMALL, pdl=False)  # dependent launches need a GPU
 ORDERED = BasePlan(False, 16, SMALL, SMALL, pdl=False)
@@ -65,21 +58,6 @@ PLANS = {
         BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), 64, pdl=False),
         LoraPlan(WIDE, WIDE, True, 2, 1, True, True),
     ),
-    "ahead": (
-        Flags(has_bias=True),
-        BasePlan(False, 32, TileShape(16, 16, tail_m=16, tma=True), SMALL, 16, pdl=False),
-        LoraPlan(CHUNK, RUN, True, 1, 2, ahead=2, down_ahead=3),
-    ),
-    "ahead-down": (
-        Flags(has_gate=False),
-        BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), 64, pdl=False),
-        LoraPlan(WIDE, WIDE, True, 2, 1, True, True, down_ahead=100),
-    ),
-    "ahead-scaled-input": (
-        Flags(is_transposed=True, is_interleaved=True, scale_input=True),
-        BasePlan(False, 16, TileShape(32, 64), TileShape(32, 16), pdl=False),
-        LoraPlan(RUN, RUN, True, 2, 2, True, ahead=1),
-    ),
     "delta": (
         Flags(),
         BasePlan(False, 32, SMALL, SMALL, 16, pdl=False),
@@ -94,16 +72,6 @@ PLANS = {
         Flags(is_transposed=True, scale_input=True),
         ORDERED,
         LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(16, SHARED, SHARED)),
-    ),
-    "delta-listed": (
-        Flags(has_bias=True),
-        BasePlan(False, 32, TileShape(16, 16, tail_m=16, tma=True), SMALL, 16, pdl=False),
-        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(16, LISTED, LISTED, first=True)),
-    ),
-    "delta-listed-relu2": (
-        Flags(has_gate=False),
-        BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), pdl=False),
-        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(32, LISTED, SHARED, first=True)),
     ),
     "scaled-input": (
         Flags(is_transposed=True, scale_input=True),
