@@ -128,11 +128,7 @@ def delta_ptx() -> dict[str, str]:
     pieces, shape = find_pieces(order, 16), DeltaShape(128, 256, num_stages=3)
     moe_delta(torch.empty(8, 2048, dtype=torch.bfloat16), order, pieces, shape, 768)
     moe_delta(torch.empty(64, 768, dtype=torch.bfloat16), order, pieces, shape, 2048, True)
-    compile_only(found, "_listed_delta_kernel")
-    listed = DeltaShape(128, 64, num_stages=5, share=0, together=True)
-    moe_delta(torch.empty(8, 2048, dtype=torch.bfloat16), order, pieces, listed, 768)
-    names = "delta of gate_up", "delta of down", "listed delta of gate_up"
-    return dict(zip(names, found, strict=True))
+    return dict(zip(("delta of gate_up", "delta of down"), found, strict=True))
 
 
 def dense_ptx() -> dict[str, str]:

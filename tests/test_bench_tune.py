@@ -20,7 +20,7 @@ from vexpert.bench.tune.moe import MoeStep, kernel_of, lora_of, run_plan
 from vexpert.bench.tune.rows import plan_row, ranges, up_to, write_rows
 from vexpert.bench.tune.run import Cell, Grid, Tuner, deadline, families
 from vexpert.bench.tune.search import descend
-from vexpert.bench.tune.space import Deltas, Space, Tiles
+from vexpert.bench.tune.space import Space, Tiles
 from vexpert.cli.main import main
 from vexpert.errors import ConfigError, UnsupportedError
 from vexpert.ops.backend import select_backend
@@ -36,7 +36,6 @@ SMALL = Space(
     {16: Tiles((16,), (16, 32), (4,), (2,))},
     *((16,), (1, 2), (32,), (4,), (2,), (1,), (1,)),
     aheads=((0, 0), (2, 1)),
-    deltas=Deltas((16,), (32,), (64,), (2,), (2,)),
 )
 
 
@@ -84,7 +83,7 @@ def test_candidates_keep_the_rules_of_plans(tokens: int) -> None:
     coordinates = space.base(shape.pairs / 128, 2) | space.lora(start.base.order_chunk > 0)
     for name, variants in coordinates.items():
         plans = [fit_plan(plan, shape) for plan in variants(start)]
-        assert 8 <= len(plans) < 200 or (name.endswith("delta") and not plans), name
+        assert 8 <= len(plans) < 200, name
         for plan in plans:
             assert not (plan.base.is_identity and plan.lora.by_run)
             assert plan.lora.by_run or not plan.base.order_chunk
@@ -100,23 +99,6 @@ def test_candidates_have_every_way_to_shrink() -> None:
     found = {(p.lora.ahead, p.lora.down_ahead) for p in Space().lora(must_run=True)["expand"](many)}
     assert found == set(Space().aheads)
     assert {(0, 0), (8, 8)} < found
-
-
-def test_candidates_have_deltas_where_there_are_runs() -> None:
-    many, few = (choose_plan(replace(SHAPE, tokens=tokens), 8) for tokens in (4096, 8))
-    lora = Space().lora(must_run=True)
-    assert many.lora.delta is None
-    assert list(lora["delta"](few)) == list(lora["down_delta"](many)) == []
-    found = [plan.lora.delta for plan in lora["delta"](many)]
-    pieces = {(delta.piece, delta.first) for delta in found if delta is not None}
-    assert pieces == set(itertools.product((16, 32, 64), (False, True)))
-    chosen = next(lora["delta"](many))
-    others = [plan.lora.delta for plan in lora["down_delta"](chosen)]
-    assert len(others) > 4
-    for delta in others:
-        assert delta is not None
-        assert chosen.lora.delta is not None
-        assert replace(delta, down=chosen.lora.delta.down) == chosen.lora.delta
 
 
 # ---- rows

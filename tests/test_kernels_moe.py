@@ -36,7 +36,6 @@ CHUNK = ShrinkShape(16, 1, 32)
 WIDE = ShrinkShape(32, 1, 32)
 DELTA = DeltaShape(16, 16)
 SHARED = DeltaShape(32, 32, share=3, programs=2)
-LISTED = DeltaShape(16, 32, share=0, programs=2, together=True)
 GPT_OSS = Flags(is_transposed=True, is_interleaved=True, has_bias=True)
 ALONE = BasePlan(True, 16, SMALL, SMALL, pdl=False)  # dependent launches need a GPU
 ORDERED = BasePlan(False, 16, SMALL, SMALL, pdl=False)
@@ -94,16 +93,6 @@ PLANS = {
         Flags(is_transposed=True, scale_input=True),
         ORDERED,
         LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(16, SHARED, SHARED)),
-    ),
-    "delta-listed": (
-        Flags(has_bias=True),
-        BasePlan(False, 32, TileShape(16, 16, tail_m=16, tma=True), SMALL, 16, pdl=False),
-        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(16, LISTED, LISTED, first=True)),
-    ),
-    "delta-listed-relu2": (
-        Flags(has_gate=False),
-        BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), pdl=False),
-        LoraPlan(RUN, RUN, True, 1, delta=DeltaPlan(32, LISTED, SHARED, first=True)),
     ),
     "scaled-input": (
         Flags(is_transposed=True, scale_input=True),

@@ -123,11 +123,8 @@ def test_runner(tokens: int, top_k: int, experts: int, flags: Flags, dtype: torc
 
 
 SHRINK, DELTA = ShrinkShape(16, 1, 16), DeltaShape(16, 16, share=3)
-LISTED = DeltaShape(16, 16, share=0, programs=2, together=True)
 BESIDE = {
     "delta": LoraPlan(SHRINK, SHRINK, True, 1, delta=DeltaPlan(16, DELTA, DELTA)),
-    "listed": LoraPlan(SHRINK, SHRINK, True, 1, delta=DeltaPlan(16, LISTED, LISTED)),
-    "first": LoraPlan(SHRINK, SHRINK, True, 1, delta=DeltaPlan(16, LISTED, DELTA, first=True)),
     "ahead": LoraPlan(SHRINK, SHRINK, True, 1, ahead=2, down_ahead=5),
     "ahead, down alone": LoraPlan(SHRINK, SHRINK, True, 2, 2, True, down_ahead=1),
 }

@@ -5,8 +5,6 @@
 A few programs for each multiprocessor take the pieces of `moe_pieces` in the order of their tiles,
 and count each down in `pending`. The base product may start when all of these programs run, and
 adds a tile's delta once its pieces are done. Shrunk rows never leave a program.
-Programs take every so many items: a share of a tile's pieces, of which some are empty; or a piece
-of one list over all tiles, in which each program finds its own by adding up their counts.
 
 | array | shape | holds |
 |---|---|---|
@@ -16,7 +14,6 @@ of one list over all tiles, in which each program finds its own by adding up the
 
 from dataclasses import dataclass
 from functools import cache
-from typing import Any
 
 import torch
 import triton
@@ -34,7 +31,6 @@ from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_pieces import TilePieces
 
 MOST_RANKS = 256  # rows of A, of all slices together: their sums stay in registers
-MOST_LISTED = 2048  # tiles of a list: each program holds their counts; more are shared by one each
 
 
 @dataclass(frozen=True)
@@ -45,9 +41,8 @@ class DeltaShape:
     block_n: int
     num_warps: int = 4
     num_stages: int = 4
-    share: int = 1  # programs that share a tile's pieces; 0: pieces of all tiles are one list
+    share: int = 1  # programs that share a tile's pieces
     programs: int = 1  # for each multiprocessor
-    together: bool = False  # both slices in one loop over their columns
 
 
 @dataclass(frozen=True)
@@ -57,7 +52,6 @@ class Delta:
     rows: torch.Tensor  # [P, n * N], in the dtype of the product's input
     pending: torch.Tensor  # [max_tiles] int32
     slot: torch.Tensor  # [P] int32: rows of slots < 0 get nothing
-    first: bool = False  # sums begin with it; else it is added to them
 
 
 @triton.jit
@@ -69,15 +63,6 @@ def _slice_of(part_at, b_at, stride, SLICE: tl.constexpr):
 
 
 @triton.jit
-def _lines_of_b(r, arena, column, count, b_at, size, n, ALIGNMENT: tl.constexpr):
-    """(where B^T begins for each shrunk column [R, N], whether it is of the slice [R])."""
-    row = r - column
-    its = (row >= 0) & (row < count)
-    b_row = tl.multiple_of(b_at + tl.where(its, row, 0) * size, [ALIGNMENT])
-    return arena + b_row[:, None] + n[None, :], its
-
-
-@triton.jit
 def _expand(
     h, r, arena, column, count, b_at, line, own, size,
     EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
@@ -85,7 +70,10 @@ def _expand(
 ):  # fmt: skip
     """A slice's columns of the rows at `line`: those of B times shrunk rows h [M, R]."""
     n = tl.arange(0, BLOCK_N)
-    b_line, its = _lines_of_b(r, arena, column, count, b_at, size, n, ALIGNMENT)
+    row = r - column
+    its = (row >= 0) & (row < count)
+    b_row = tl.multiple_of(b_at + tl.where(its, row, 0) * size, [ALIGNMENT])
+    b_line = arena + b_row[:, None] + n[None, :]
     for first in tl.range(0, size, BLOCK_N, num_stages=STAGES):
         keep = its[:, None]
         mask = own[:, None]
@@ -99,37 +87,13 @@ def _expand(
 
 
 @triton.jit
-def _expand_both(
-    h, r, arena, column, count, b_at, column1, count1, b_at1, line, own, size,
-    EVEN: tl.constexpr, ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    BLOCK_N: tl.constexpr,
-):  # fmt: skip
-    """The same of both slices at once: one wait for first columns, and twice the bytes asked."""
-    n = tl.arange(0, BLOCK_N)
-    b_line, its = _lines_of_b(r, arena, column, count, b_at, size, n, ALIGNMENT)
-    b_line1, its1 = _lines_of_b(r, arena, column1, count1, b_at1, size, n, ALIGNMENT)
-    for first in tl.range(0, size, BLOCK_N, num_stages=STAGES):
-        keep, keep1, mask = its[:, None], its1[:, None], own[:, None]
-        if not EVEN:
-            inside = (first + n < size)[None, :]
-            keep, keep1, mask = keep & inside, keep1 & inside, mask & inside
-        b_tile = tl.load(b_line + first, mask=keep, other=0.0)
-        b_tile1 = tl.load(b_line1 + first, mask=keep1, other=0.0)
-        out = tl.dot(h, b_tile, input_precision=PRECISION).to(h.dtype)
-        tl.store(line + first + n[None, :], out, mask=mask)
-        out = tl.dot(h, b_tile1, input_precision=PRECISION).to(h.dtype)
-        tl.store(line + size + first + n[None, :], out, mask=mask)
-
-
-@triton.jit
 def _delta_piece(
     at, stop, hidden, pair_at, arena, a_at, rank, b_at, part_at, max_pieces,
     delta, depth, size, stride_x,
     TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr, SLICES: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, A_ALIGNMENT: tl.constexpr,
     B_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
     """Positions at ... stop, at most BLOCK_M of them, of one slot and expert."""
     # What the end needs is asked for here: there it would be waited for.
@@ -162,21 +126,15 @@ def _delta_piece(
         sums = tl.dot(x_tile, a_tile, sums, input_precision=PRECISION)
     h = sums.to(delta.dtype.element_ty)
     line = delta + position.to(tl.int64)[:, None] * (SLICES * size)
-    if TOGETHER and SLICES == 2:
-        _expand_both(
-            h, r, arena, column, count, b_first, column1, count1, b_second, line, own, size,
-            EVEN_N, B_ALIGNMENT, PRECISION, STAGES, BLOCK_N,
-        )  # fmt: skip
-    else:
+    _expand(
+        h, r, arena, column, count, b_first, line, own, size, EVEN_N, B_ALIGNMENT, PRECISION,
+        STAGES, BLOCK_N,
+    )  # fmt: skip
+    if SLICES == 2:
         _expand(
-            h, r, arena, column, count, b_first, line, own, size, EVEN_N, B_ALIGNMENT, PRECISION,
-            STAGES, BLOCK_N,
+            h, r, arena, column1, count1, b_second, line + size, own, size, EVEN_N, B_ALIGNMENT,
+            PRECISION, STAGES, BLOCK_N,
         )  # fmt: skip
-        if SLICES == 2:
-            _expand(
-                h, r, arena, column1, count1, b_second, line + size, own, size, EVEN_N,
-                B_ALIGNMENT, PRECISION, STAGES, BLOCK_N,
-            )  # fmt: skip
 
 
 @direct_launch
@@ -187,8 +145,8 @@ def _delta_kernel(
     TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr, SLICES: tl.constexpr,
     EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, A_ALIGNMENT: tl.constexpr,
     B_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    TILE: tl.constexpr, SHARE: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
+    TILE: tl.constexpr, SHARE: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_K: tl.constexpr,
+    BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
@@ -218,64 +176,11 @@ def _delta_kernel(
                 at, stop, hidden, pair_at, arena, a_at, rank,
                 b_address + piece, b_rank + piece, max_pieces, delta, depth, size, stride_x,
                 TOP_K, BY_POSITION, SCALED, SLICES, EVEN_K, EVEN_N, A_ALIGNMENT, B_ALIGNMENT,
-                PRECISION, STAGES, TOGETHER, BLOCK_M, BLOCK_K, BLOCK_R, BLOCK_N,
+                PRECISION, STAGES, BLOCK_M, BLOCK_K, BLOCK_R, BLOCK_N,
             )  # fmt: skip
             tl.debug_barrier()  # all threads' rows before the count that tells of them
             tl.atomic_add(pending + tile, -1, sem="release")
         item, tile, piece, count = next_item, next_tile, next_piece, next_count
-        at, stop, rank, a_at = next_at, next_stop, next_rank, next_a_at
-
-
-@triton.jit
-def _find_item(item, count, ends, TILE: tl.constexpr):
-    """(tile, piece) of the list's item; count, ends: pieces of each tile, and up to its end."""
-    before = ends <= item
-    tile = tl.sum(before.to(tl.int32), 0)
-    return tile, tile * TILE + item - tl.sum(tl.where(before, count, 0), 0)
-
-
-@direct_launch
-@triton.jit
-def _listed_delta_kernel(
-    hidden, pair_at, num_tiles, count_at, pending, first_at, stop_at, arena,
-    a_address, a_rank, b_address, b_rank, delta, max_pieces, depth, size, stride_x,
-    TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr, SLICES: tl.constexpr,
-    EVEN_K: tl.constexpr, EVEN_N: tl.constexpr, A_ALIGNMENT: tl.constexpr,
-    B_ALIGNMENT: tl.constexpr, PRECISION: tl.constexpr, STAGES: tl.constexpr,
-    TILE: tl.constexpr, TILES: tl.constexpr, TOGETHER: tl.constexpr, BLOCK_M: tl.constexpr,
-    BLOCK_K: tl.constexpr, BLOCK_R: tl.constexpr, BLOCK_N: tl.constexpr, PDL: tl.constexpr,
-):  # fmt: skip
-    pdl_wait(PDL)
-    pdl_release(PDL)
-    tiles = tl.arange(0, TILES)
-    count = tl.load(count_at + tiles, mask=tiles < tl.load(num_tiles), other=0)
-    ends = tl.cumsum(count, 0)
-    items = tl.sum(count, 0)
-    # Where a piece lies is read one piece ahead; behind the last one the last one's place.
-    last = tl.maximum(items - 1, 0)
-    item = tl.program_id(0)
-    tile, piece = _find_item(tl.minimum(item, last), count, ends, TILE)
-    piece = tl.where(items > 0, piece, 0)
-    at = tl.load(first_at + piece)
-    stop = tl.load(stop_at + piece)
-    rank = tl.load(a_rank + piece)
-    a_at = tl.load(a_address + piece)
-    while item < items:
-        next_item = item + tl.num_programs(0)
-        next_tile, next_piece = _find_item(tl.minimum(next_item, last), count, ends, TILE)
-        next_at = tl.load(first_at + next_piece)
-        next_stop = tl.load(stop_at + next_piece)
-        next_rank = tl.load(a_rank + next_piece)
-        next_a_at = tl.load(a_address + next_piece)
-        _delta_piece(
-            at, stop, hidden, pair_at, arena, a_at, rank,
-            b_address + piece, b_rank + piece, max_pieces, delta, depth, size, stride_x,
-            TOP_K, BY_POSITION, SCALED, SLICES, EVEN_K, EVEN_N, A_ALIGNMENT, B_ALIGNMENT,
-            PRECISION, STAGES, TOGETHER, BLOCK_M, BLOCK_K, BLOCK_R, BLOCK_N,
-        )  # fmt: skip
-        tl.debug_barrier()  # all threads' rows before the count that tells of them
-        tl.atomic_add(pending + tile, -1, sem="release")
-        item, tile, piece = next_item, next_tile, next_piece
         at, stop, rank, a_at = next_at, next_stop, next_rank, next_a_at
 
 
@@ -293,13 +198,6 @@ def _processors(device: torch.device) -> int:
     return torch.cuda.get_device_properties(device).multi_processor_count
 
 
-def _list_size(order: PairOrder, shape: DeltaShape) -> int:
-    """Tiles that each program of the list holds counts of; 0: tiles are shared."""
-    if shape.share > 0 or order.max_tiles > MOST_LISTED:
-        return 0
-    return power_of_two(order.max_tiles, 16, MOST_LISTED)
-
-
 def moe_delta(
     hidden: torch.Tensor,
     order: PairOrder,
@@ -309,14 +207,12 @@ def moe_delta(
     is_down: bool = False,
     scaled: bool = False,
     pdl: bool = False,
-    first: bool = False,
 ) -> Delta:
     """Of gate_up, or of down, whose input `hidden` is by position; size: N, of a slice.
 
     hidden float16, bfloat16 or float32 with adjacent columns, as the arena; by pair if `scaled`.
     The order has factors of that product, of MOST_RANKS ranks at most. Counts `pieces.pending`
-    down. pdl: may start before the launch before it has ended. first: see Delta. Reference:
-    `ops.reference`.
+    down. pdl: may start before the launch before it has ended. Reference: `ops.reference`.
     """
     assert order.factors is not None
     assert hidden.stride(1) == 1, hidden.stride()
@@ -326,26 +222,19 @@ def moe_delta(
     depth, slices, site = hidden.shape[1], lora.num_slices, int(is_down)
     part = 4 if is_down else 2
     rows = torch.empty(order.num_pairs, slices * size, dtype=hidden.dtype, device=hidden.device)
-    delta = Delta(rows, pieces.pending[site], order.slot, first)
-    arguments = (
+    delta = Delta(rows, pieces.pending[site], order.slot)
+    share = min(shape.share, order.block_m)  # a tile has no more pieces
+    items = order.max_tiles * share
+    _delta_kernel[(min(items, shape.programs * _processors(hidden.device)),)](
         hidden, order.pair, order.num_tiles, pieces.count, delta.pending, pieces.first,
         pieces.stop, lora.arena, pieces.address[site], pieces.rank[site], pieces.address[part],
         pieces.rank[part], rows, pieces.first.shape[0], depth, size, hidden.stride(0),
-    )  # fmt: skip
-    options: dict[str, Any] = dict(
         TOP_K=order.top_k, BY_POSITION=is_down, SCALED=scaled, SLICES=slices,
         EVEN_K=depth % shape.block_k == 0, EVEN_N=size % shape.block_n == 0,
         A_ALIGNMENT=lora.alignment_of(depth), B_ALIGNMENT=lora.alignment_of(size),
         PRECISION=dot_precision(hidden.dtype), STAGES=shape.num_stages, TILE=order.block_m,
-        TOGETHER=shape.together, BLOCK_M=pieces.piece, BLOCK_K=shape.block_k,
+        SHARE=share, BLOCK_M=pieces.piece, BLOCK_K=shape.block_k,
         BLOCK_R=power_of_two(lora.max_rank, 16, MOST_RANKS), BLOCK_N=shape.block_n,
         num_warps=shape.num_warps, **pdl_options(pdl),
     )  # fmt: skip
-    most, listed = shape.programs * _processors(hidden.device), _list_size(order, shape)
-    if listed:
-        _listed_delta_kernel[(min(order.num_pairs, most),)](*arguments, TILES=listed, **options)
-    else:
-        share = max(1, min(shape.share, order.block_m))  # a tile has no more pieces
-        grid = (min(order.max_tiles * share, most),)
-        _delta_kernel[grid](*arguments, SHARE=share, **options)
     return delta

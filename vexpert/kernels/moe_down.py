@@ -80,8 +80,6 @@ def _down_tile(
     if of.HAS_SCALE:
         scale = tl.load(of.scale_at + position, mask=mine, other=0.0).to(tl.float32)
     tile = Tile(index, expert, start, end, position, mine, n, inside, of.size)
-    if lora.DELTA_FIRST:
-        total, _ = add_delta(total, total, tile, lora)
     if lora.HAS_LORA:
         begun = begin_lora(tile, lora)
     if JOIN:
@@ -114,7 +112,7 @@ def _down_tile(
         total += bias.to(tl.float32)[None, :]
     if lora.HAS_LORA:
         total, _ = add_lora(total, total, begun, tile, lora)
-    if lora.HAS_DELTA and not lora.DELTA_FIRST:
+    if lora.HAS_DELTA:
         total, _ = add_delta(total, total, tile, lora)
     if of.HAS_SCALE:
         total *= scale[:, None]
@@ -164,8 +162,7 @@ def _down_kernel(
     arrivals, run_start, run_end, shrinks, shrink_part, num_pairs, factor_stride, num_slots,
     num_experts, depth, size, stride_we, stride_wn, stride_wk, max_rank,
     TOP_K: tl.constexpr, IDENTITY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
-    HAS_LORA: tl.constexpr, HAS_DELTA: tl.constexpr, DELTA_FIRST: tl.constexpr,
-    INNER: tl.constexpr,
+    HAS_LORA: tl.constexpr, HAS_DELTA: tl.constexpr, INNER: tl.constexpr,
     A_M: tl.constexpr, A_K: tl.constexpr, A_R: tl.constexpr,
     A_EVEN: tl.constexpr, A_ALIGNMENT: tl.constexpr, AHEAD: tl.constexpr, PLANES: tl.constexpr,
     BY_RUN: tl.constexpr, GROUP: tl.constexpr, ITEM_STAGES: tl.constexpr,
@@ -221,8 +218,7 @@ def _down_kernel(
         TileLora(
             run_first, run_stop, num_runs, delta, pending, slot_at, h, arena, address, rank,
             arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, max_rank,
-            HAS_LORA, HAS_DELTA, DELTA_FIRST, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH,
-            EARLY,
+            HAS_LORA, HAS_DELTA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY,
             BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, 4, 1, TOP_K, IDENTITY, RUN_STRIDE,
             PRECISION, AHEAD, A_R, A_EVEN, A_ALIGNMENT, PDL,
         ),

@@ -90,8 +90,6 @@ def _gate_up_tile(
     gate = tl.zeros((BLOCK_M, of.BLOCK_N), dtype=tl.float32)
     up = tl.zeros((BLOCK_M, of.BLOCK_N), dtype=tl.float32)
     tile = Tile(index, expert, start, end, position, mine, n, inside, of.size)
-    if lora.DELTA_FIRST:
-        gate, up = add_delta(gate, up, tile, lora)
     if lora.HAS_LORA:
         begun = begin_lora(tile, lora)
     if JOIN:
@@ -137,7 +135,7 @@ def _gate_up_tile(
             up += up_bias.to(tl.float32)[None, :]
     if lora.HAS_LORA:
         gate, up = add_lora(gate, up, begun, tile, lora)
-    if lora.HAS_DELTA and not lora.DELTA_FIRST:
+    if lora.HAS_DELTA:
         gate, up = add_delta(gate, up, tile, lora)
     out = activate(gate, up, of.ACTIVATION, of.ALPHA, of.LIMIT).to(of.inter.dtype.element_ty)
     target = of.inter + position.to(tl.int64)[:, None] * of.size + n[None, :]
@@ -181,8 +179,7 @@ def _gate_up_kernel(
     max_rank,
     TOP_K: tl.constexpr, SCALED: tl.constexpr, IDENTITY: tl.constexpr,
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
-    HAS_LORA: tl.constexpr, HAS_DELTA: tl.constexpr, DELTA_FIRST: tl.constexpr,
-    INNER: tl.constexpr,
+    HAS_LORA: tl.constexpr, HAS_DELTA: tl.constexpr, INNER: tl.constexpr,
     A_M: tl.constexpr, A_K: tl.constexpr, A_R: tl.constexpr,
     A_EVEN: tl.constexpr, A_ALIGNMENT: tl.constexpr, AHEAD: tl.constexpr, PLANES: tl.constexpr,
     BY_RUN: tl.constexpr, GROUP: tl.constexpr, ITEM_STAGES: tl.constexpr,
@@ -241,8 +238,7 @@ def _gate_up_kernel(
         TileLora(
             run_first, run_stop, num_runs, delta, pending, slot_at, h, arena, address, rank,
             arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, max_rank,
-            HAS_LORA, HAS_DELTA, DELTA_FIRST, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH,
-            EARLY,
+            HAS_LORA, HAS_DELTA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY,
             BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, 2, SLICES, TOP_K, IDENTITY, RUN_STRIDE,
             PRECISION, AHEAD, A_R, A_EVEN, A_ALIGNMENT, PDL,
         ),

@@ -42,7 +42,6 @@ class TileLora(NamedTuple):
     width: Any  # of a shrunk row
     HAS_LORA: Any
     HAS_DELTA: Any
-    DELTA_FIRST: Any  # sums begin with it
     INNER: Any
     PLANES: Any
     BY_RUN: Any

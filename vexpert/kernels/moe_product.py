@@ -91,7 +91,6 @@ def product_arguments(
             "TOP_K": order.top_k,
             "IDENTITY": order.is_identity,
             "HAS_DELTA": delta is not None,
-            "DELTA_FIRST": delta is not None and delta.first,
             **_expand_options(expand, size),
             "AHEAD": ahead,
             **_inner_options(expand, depth, shape),

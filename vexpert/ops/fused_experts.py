@@ -158,7 +158,7 @@ def _launch(
             its = delta.down if is_down else delta.gate_up
             size = experts.down.shape[1] if is_down else experts.columns[0]
             is_scaled = scaled and not is_down
-            return moe_delta(source, order, pieces, its, size, is_down, is_scaled, pdl, delta.first)
+            return moe_delta(source, order, pieces, its, size, is_down, is_scaled, pdl)
         how = plan.lora
         shape = how.down_shrink if is_down else how.shrink
         if how.inner and not base.is_identity and runs is None and site.max_rank <= MOST_INNER:

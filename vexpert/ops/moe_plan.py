@@ -36,7 +36,6 @@ class DeltaPlan:
     piece: int  # positions
     gate_up: DeltaShape
     down: DeltaShape
-    first: bool = False  # the products' sums begin with it; else they wait for it at their end
 
 
 @dataclass(frozen=True)

@@ -9,10 +9,9 @@ from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from vexpert.kernels.moe_delta import DeltaShape
 from vexpert.kernels.moe_product import TileShape
 from vexpert.kernels.moe_shrink import ShrinkShape
-from vexpert.ops.moe_plan import DeltaPlan, LoraPlan, MoePlan
+from vexpert.ops.moe_plan import LoraPlan, MoePlan
 
 SHARED_MEMORY = 227 << 10  # bytes of a program on an H200
 Variants = Callable[[MoePlan], Iterator[MoePlan]]
@@ -38,25 +37,6 @@ class Tiles:
 
 
 @dataclass(frozen=True)
-class Deltas:
-    """LoRA as deltas of one list of pieces; where pieces are large, steps are small."""
-
-    pieces: tuple[int, ...] = (16, 32, 64)  # positions of a piece
-    depths: tuple[int, ...] = (64, 128, 256)
-    columns: tuple[int, ...] = (64, 128)
-    stages: tuple[int, ...] = (3, 5)
-    programs: tuple[int, ...] = (3, 4)
-
-    def plans(self) -> Iterator[DeltaPlan]:
-        for piece, k, n, stages, programs, first in itertools.product(
-            *(self.pieces, self.depths, self.columns, self.stages, self.programs, (False, True))
-        ):
-            if piece * k <= 64 * 64:
-                shape = DeltaShape(k, n, 4, stages, 0, programs, together=n < 128)
-                yield DeltaPlan(piece, shape, shape, first)
-
-
-@dataclass(frozen=True)
 class Space:
     """All candidates. `rows`: of a tile, with what is tried for them."""
 
@@ -76,7 +56,6 @@ class Space:
     item_stages: tuple[int, ...] = (1, 3)
     # tiles ahead, of gate_up and down; 0: their shrinks are launches
     aheads: tuple[tuple[int, int], ...] = ((0, 0), (8, 0), (0, 8), (8, 8), (24, 18))
-    deltas: Deltas = field(default_factory=Deltas)
 
     def rows_for(self, rows_per_expert: float) -> list[int]:
         """Rows of tiles worth a try: neither mostly empty nor a small part of an expert's."""
@@ -125,25 +104,7 @@ class Space:
             for shape in self._shrinks(plan.lora.shrink.block_m):
                 yield _with_lora(plan, down_shrink=shape)
 
-        def delta(plan: MoePlan) -> Iterator[MoePlan]:
-            if plan.lora.by_run:
-                for way in self.deltas.plans():
-                    yield _with_lora(plan, delta=way)
-
-        def down_delta(plan: MoePlan) -> Iterator[MoePlan]:
-            found = plan.lora.delta
-            if found is not None:
-                for way in self.deltas.plans():
-                    if way.piece == found.piece and way.first == found.first:
-                        yield _with_lora(plan, delta=replace(found, down=way.down))
-
-        return {
-            "expand": expand,
-            "shrink": shrink,
-            "down_shrink": down_shrink,
-            "delta": delta,
-            "down_delta": down_delta,
-        }
+        return {"expand": expand, "shrink": shrink, "down_shrink": down_shrink}
 
     def _shrinks(self, piece: int) -> Iterator[ShrinkShape]:
         for planes, k, warps, stages in itertools.product(
