@@ -13,14 +13,12 @@ from triton.backends.compiler import GPUTarget
 from triton.runtime import driver
 from triton.runtime.jit import JITFunction
 
-from vexpert.kernels.activations import Activation
 from vexpert.kernels.moe_delta import DeltaShape, moe_delta
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
-from vexpert.kernels.moe_gate_up import moe_gate_up
 from vexpert.kernels.moe_order import identity_order, make_order
 from vexpert.kernels.moe_pieces import find_pieces
-from vexpert.kernels.moe_product import Ahead, Expand, TileShape
+from vexpert.kernels.moe_product import Expand, TileShape
 from vexpert.kernels.moe_runs import find_runs
 from vexpert.kernels.moe_shrink import ShrinkShape, moe_shrink
 
@@ -95,30 +93,6 @@ def down_ptx() -> dict[str, str]:
     return {"down": found[0]}
 
 
-def joined_ptx() -> dict[str, str]:
-    """Both products with their shrink in their loop."""
-    found: list[str] = []
-    compile_only(found, "_gate_up_kernel")
-    compile_only(found, "_down_kernel")
-    ints = torch.zeros(64, dtype=torch.int32)
-    order = make_order(torch.zeros(8, 8, dtype=torch.int64), make_factors(0), (ints,) * 10, 64, 128)
-    factors, runs = order.factors, find_runs(order, 16, 1, pending=True)
-    assert factors is not None
-    assert factors.gate_up is not None
-    assert factors.down is not None
-    h, tile = torch.empty(1, 64, 32, dtype=torch.bfloat16), TileShape(128, 64, tma=True)
-    hidden, inter = (torch.empty(*shape, dtype=torch.bfloat16) for shape in ((8, 2048), (64, 768)))
-    up, down = (
-        torch.empty(128, *shape, dtype=torch.bfloat16) for shape in ((1536, 2048), (2048, 768))
-    )
-    given = [Ahead(2, runs.pending[site]) for site in (0, 1)]
-    expand = Expand(h, factors.gate_up, runs, group=1, item_stages=3, ahead=given[0])
-    moe_gate_up(hidden, up, None, order, (768, 768, 1), Activation("silu"), tile, expand)
-    expand = Expand(h[..., :16], factors.down, runs, group=1, item_stages=3, ahead=given[1])
-    moe_down(inter, down, None, None, order, tile, expand)
-    return dict(zip(("gate_up, joined", "down, joined"), found, strict=True))
-
-
 def delta_ptx() -> dict[str, str]:
     """gate_up's delta and down's."""
     found: list[str] = []
@@ -169,9 +143,7 @@ def main() -> None:
             "narrower": len(re.findall(r"cp\.async\.c[ag]\.shared\.global \[.*\], 0x[48]", ptx)),
             "by 2": len(re.findall(r"@%p\d+ ld\.global\S*\.b16", ptx)),
         }
-        for name, ptx in (
-            shrink_ptx() | down_ptx() | joined_ptx() | delta_ptx() | dense_ptx()
-        ).items()
+        for name, ptx in (shrink_ptx() | down_ptx() | delta_ptx() | dense_ptx()).items()
     }
     sys.stdout.write(json.dumps(loads) + "\n")
 

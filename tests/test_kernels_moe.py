@@ -23,12 +23,6 @@ from vexpert.ops.moe_plan import BasePlan, DeltaPlan, LoraPlan, MoePlan, MoeShap
 from vexpert.ops.types import ExpertsLora, ExpertsTensors
 
 pytestmark = pytest.mark.skipif(torch.cuda.is_available(), reason="test_ops_gpu.py runs these")
-# Of tests of programs that wait for others.
-WAITING_IN_INTERPRETER = [
-    pytestmark,
-    # Rows behind a tile's end are multiplied and never stored; see below.
-    pytest.mark.filterwarnings("ignore:(overflow|invalid value) encountered:RuntimeWarning"),
-]
 
 SMALL = TileShape(16, 16)
 RUN = ShrinkShape(16, 2, 16)
@@ -63,21 +57,6 @@ PLANS = {
         Flags(has_gate=False),
         BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), 64, pdl=False),
         LoraPlan(WIDE, WIDE, True, 2, 1, True, True),
-    ),
-    "ahead": (
-        Flags(has_bias=True),
-        BasePlan(False, 32, TileShape(16, 16, tail_m=16, tma=True), SMALL, 16, pdl=False),
-        LoraPlan(CHUNK, RUN, True, 1, 2, ahead=2, down_ahead=3),
-    ),
-    "ahead-down": (
-        Flags(has_gate=False),
-        BasePlan(False, 32, SMALL, TileShape(16, 8, tail_m=16, tma=True), 64, pdl=False),
-        LoraPlan(WIDE, WIDE, True, 2, 1, True, True, down_ahead=100),
-    ),
-    "ahead-scaled-input": (
-        Flags(is_transposed=True, is_interleaved=True, scale_input=True),
-        BasePlan(False, 16, TileShape(32, 64), TileShape(32, 16), pdl=False),
-        LoraPlan(RUN, RUN, True, 2, 2, True, ahead=1),
     ),
     "delta": (
         Flags(),

@@ -122,21 +122,13 @@ def test_runner(tokens: int, top_k: int, experts: int, flags: Flags, dtype: torc
     assert torch.equal(bits(captured), bits(out))
 
 
-SHRINK, DELTA = ShrinkShape(16, 1, 16), DeltaShape(16, 16, share=3)
-BESIDE = {
-    "delta": LoraPlan(SHRINK, SHRINK, True, 1, delta=DeltaPlan(16, DELTA, DELTA)),
-    "ahead": LoraPlan(SHRINK, SHRINK, True, 1, ahead=2, down_ahead=5),
-    "ahead, down alone": LoraPlan(SHRINK, SHRINK, True, 2, 2, True, down_ahead=1),
-}
-
-
 @pytest.mark.parametrize("block_m", [16, 64])
-@pytest.mark.parametrize("how", BESIDE)
-def test_what_programs_wait_for(how: str, block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Products that wait for each tile's delta or shrunk rows, while others still make them."""
+def test_delta_beside_the_product(block_m: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Products that wait for each tile's delta, launched before it is complete."""
     layer = make_layer(300, 2, 5, 8, dtype=torch.bfloat16, device="cuda", sentinel_share=0.1)
-    tile, lora = TileShape(16, 16), BESIDE[how]
+    tile, shrink, delta = TileShape(16, 16), ShrinkShape(16, 1, 16), DeltaShape(16, 16, share=3)
     base = BasePlan(False, block_m, tile, tile, 64, can_use_pdl(torch.device("cuda")))
+    lora = LoraPlan(shrink, shrink, True, 1, delta=DeltaPlan(16, delta, delta))
     monkeypatch.setattr(fused_experts, "choose_plan", lambda *_, **__: MoePlan(base, lora))
     backend = select_backend("triton", "cuda", torch.bfloat16)
     runner, hooks = MoeRunner(layer.weights, backend), Hooks(layer, backend).hooks

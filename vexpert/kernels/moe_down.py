@@ -24,7 +24,6 @@ from vexpert.kernels.common import pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_delta import Delta
 from vexpert.kernels.moe_items import TileLora, add_delta, add_lora, begin_lora
-from vexpert.kernels.moe_joined import begin_shrink, end_shrink, load_a, place_of_program
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_product import Expand, TileShape, product_arguments, weight_rows
 from vexpert.kernels.moe_shrink import shrink_position
@@ -57,11 +56,8 @@ class Down(NamedTuple):
 
 
 @triton.jit
-def _down_tile(
-    expert, index, start, end, block, inter_rows, of, lora,
-    JOIN: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """Rows start ... end of one expert, block `block` of the columns. JOIN: their shrink too."""
+def _down_tile(expert, index, start, end, block, inter_rows, of, lora, BLOCK_M: tl.constexpr):
+    """Rows start ... end of one expert, block `block` of the columns."""
     position = start + tl.arange(0, BLOCK_M)
     mine = position < end
     n = block * of.BLOCK_N + tl.arange(0, of.BLOCK_N)
@@ -82,9 +78,6 @@ def _down_tile(
     tile = Tile(index, expert, start, end, position, mine, n, inside, of.size)
     if lora.HAS_LORA:
         begun = begin_lora(tile, lora)
-    if JOIN:
-        a_at, used = begin_shrink(tile, k, of.depth, lora)
-        shrunk = tl.zeros((BLOCK_M, lora.A_R), dtype=tl.float32)
     for first in range(0, of.depth, of.BLOCK_K):
         if of.TMA:
             x_tile = inter_rows.load([start, first])
@@ -97,16 +90,8 @@ def _down_tile(
             x_tile = tl.load(x_at, mask=mine[:, None] & within[None, :], other=0.0)
             w_tile = tl.load(w_at, mask=inside[None, :] & within[:, None], other=0.0)
         total = tl.dot(x_tile, w_tile, total, input_precision=of.PRECISION)
-        if JOIN:
-            a_tile = load_a(a_at + first, used, first + k < of.depth, lora)
-            shrunk = tl.dot(x_tile, a_tile, shrunk, input_precision=of.PRECISION)
         x_at += of.BLOCK_K
         w_at += of.BLOCK_K * of.stride_wk
-    if JOIN:
-        end_shrink(
-            shrunk, tile, of.inter, of.pair_at, of.depth, of.depth, lora, 1, True, False,
-            of.BLOCK_K,
-        )  # fmt: skip
     if of.HAS_BIAS:
         bias = tl.load(of.bias + expert * of.size + n, mask=inside, other=0.0)
         total += bias.to(tl.float32)[None, :]
@@ -123,34 +108,13 @@ def _down_tile(
 @triton.jit
 def _down_rows(
     expert, index, start, end, block, inter_rows, inter_tail_rows, of, lora,
-    JOIN: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_M: tl.constexpr,
+    TAIL_M: tl.constexpr, BLOCK_M: tl.constexpr,
 ):  # fmt: skip
     """The same, in the smaller tile if it holds them."""
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
-        _down_tile(expert, index, start, end, block, inter_tail_rows, of, lora, JOIN, TAIL_M)
+        _down_tile(expert, index, start, end, block, inter_tail_rows, of, lora, TAIL_M)
     else:
-        _down_tile(expert, index, start, end, block, inter_rows, of, lora, JOIN, BLOCK_M)
-
-
-@triton.jit
-def _down_program(
-    expert, index, start, end, block, joins, rows, tail_rows, of, lora,
-    TAIL_M: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
-    """The same. joins: with their shrink, if such programs are AHEAD at all."""
-    if lora.AHEAD > 0:
-        if joins:
-            _down_rows(
-                expert, index, start, end, block, rows, tail_rows, of, lora, True, TAIL_M, BLOCK_M
-            )
-        else:
-            _down_rows(
-                expert, index, start, end, block, rows, tail_rows, of, lora, False, TAIL_M, BLOCK_M
-            )
-    else:
-        _down_rows(
-            expert, index, start, end, block, rows, tail_rows, of, lora, False, TAIL_M, BLOCK_M
-        )
+        _down_tile(expert, index, start, end, block, inter_rows, of, lora, BLOCK_M)
 
 
 @direct_launch
@@ -164,7 +128,7 @@ def _down_kernel(
     TOP_K: tl.constexpr, IDENTITY: tl.constexpr, HAS_BIAS: tl.constexpr, HAS_SCALE: tl.constexpr,
     HAS_LORA: tl.constexpr, HAS_DELTA: tl.constexpr, INNER: tl.constexpr,
     A_M: tl.constexpr, A_K: tl.constexpr, A_R: tl.constexpr,
-    A_EVEN: tl.constexpr, A_ALIGNMENT: tl.constexpr, AHEAD: tl.constexpr, PLANES: tl.constexpr,
+    A_EVEN: tl.constexpr, A_ALIGNMENT: tl.constexpr, PLANES: tl.constexpr,
     BY_RUN: tl.constexpr, GROUP: tl.constexpr, ITEM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, EARLY: tl.constexpr, BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr, SLICE_WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr,
@@ -174,15 +138,11 @@ def _down_kernel(
 ):  # fmt: skip
     pdl_release(PDL)
     # With a shrink between, inter was complete before this kernel could start: wait later.
-    pdl_wait(PDL and (AHEAD > 0 or not (HAS_LORA or HAS_DELTA)))
+    pdl_wait(PDL and not (HAS_LORA or HAS_DELTA))
     blocks = tl.cdiv(size, BLOCK_N)
     program = tl.program_id(0) - shrinks
     tile = program // blocks
     block = program % blocks
-    if AHEAD > 0:
-        tile, block = place_of_program(program, blocks, AHEAD)
-        if block < 0:
-            return
     if INNER:
         if program < 0:
             shrink_position(
@@ -200,16 +160,13 @@ def _down_kernel(
     consumers = 1  # even without a tile somebody resets the count
     if INNER:
         consumers = tl.maximum(tl.load(num_tiles) * blocks, 1)
-    joins = block == 0
-    if AHEAD > 0:
-        joins &= tl.load(num_runs + tile) > 0
     if end < 0:
         if INNER and program == 0:
             await_arrivals(arrivals, shrinks, consumers, program)
         return
     # Where they are passed: an assignment would make tensors of their constants.
-    _down_program(
-        expert, tile, start, end, block, joins, inter_rows, inter_tail_rows,
+    _down_rows(
+        expert, tile, start, end, block, inter_rows, inter_tail_rows,
         Down(
             inter, weight, weight_rows, bias, scale_at, out, pair_at, depth, size,
             stride_we, stride_wn, stride_wk, IDENTITY, HAS_BIAS, HAS_SCALE, EVEN, TMA, PRECISION,
@@ -220,7 +177,7 @@ def _down_kernel(
             arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, max_rank,
             HAS_LORA, HAS_DELTA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY,
             BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, 4, 1, TOP_K, IDENTITY, RUN_STRIDE,
-            PRECISION, AHEAD, A_R, A_EVEN, A_ALIGNMENT, PDL,
+            PRECISION, PDL,
         ),
         TAIL_M, BLOCK_M,
     )  # fmt: skip

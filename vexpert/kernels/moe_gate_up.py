@@ -25,7 +25,6 @@ from vexpert.kernels.common import pdl_release, pdl_wait
 from vexpert.kernels.launch import direct_launch
 from vexpert.kernels.moe_delta import Delta
 from vexpert.kernels.moe_items import TileLora, add_delta, add_lora, begin_lora
-from vexpert.kernels.moe_joined import begin_shrink, end_shrink, load_a, place_of_program
 from vexpert.kernels.moe_order import PairOrder
 from vexpert.kernels.moe_product import Expand, TileShape, product_arguments, weight_rows
 from vexpert.kernels.moe_shrink import shrink_position
@@ -65,10 +64,8 @@ class GateUp(NamedTuple):
 
 
 @triton.jit
-def _gate_up_tile(
-    expert, index, start, end, block, of, lora, JOIN: tl.constexpr, BLOCK_M: tl.constexpr
-):  # fmt: skip
-    """Rows start ... end of one expert, block `block` of the columns. JOIN: their shrink too."""
+def _gate_up_tile(expert, index, start, end, block, of, lora, BLOCK_M: tl.constexpr):
+    """Rows start ... end of one expert, block `block` of the columns."""
     position = start + tl.arange(0, BLOCK_M)
     mine = position < end
     source = position
@@ -92,9 +89,6 @@ def _gate_up_tile(
     tile = Tile(index, expert, start, end, position, mine, n, inside, of.size)
     if lora.HAS_LORA:
         begun = begin_lora(tile, lora)
-    if JOIN:
-        a_at, used = begin_shrink(tile, k, of.depth, lora)
-        shrunk = tl.zeros((BLOCK_M, lora.A_R), dtype=tl.float32)
     for first in range(0, of.depth, of.BLOCK_K):
         if of.TMA:
             x_tile = tl.load(x_at, mask=mine[:, None], other=0.0)
@@ -116,17 +110,9 @@ def _gate_up_tile(
             else:
                 up_tile = tl.load(up_at, mask=keep, other=0.0)
             up = tl.dot(x_tile, up_tile, up, input_precision=of.PRECISION)
-        if JOIN:
-            a_tile = load_a(a_at + first, used, first + k < of.depth, lora)
-            shrunk = tl.dot(x_tile, a_tile, shrunk, input_precision=of.PRECISION)
         x_at += of.BLOCK_K
         gate_at += of.BLOCK_K * of.stride_wk
         up_at += of.BLOCK_K * of.stride_wk
-    if JOIN:
-        end_shrink(
-            shrunk, tile, of.hidden, of.pair_at, of.depth, of.stride_x, lora, of.TOP_K, False,
-            of.SCALED, of.BLOCK_K,
-        )  # fmt: skip
     if of.HAS_BIAS:
         bias_at = of.bias + expert * (of.size * slices) + column
         gate += tl.load(bias_at, mask=inside, other=0.0).to(tl.float32)[None, :]
@@ -144,28 +130,13 @@ def _gate_up_tile(
 
 @triton.jit
 def _gate_up_rows(
-    expert, index, start, end, block, of, lora,
-    JOIN: tl.constexpr, TAIL_M: tl.constexpr, BLOCK_M: tl.constexpr,
-):  # fmt: skip
+    expert, index, start, end, block, of, lora, TAIL_M: tl.constexpr, BLOCK_M: tl.constexpr
+):
     """The same, in the smaller tile if it holds them."""
     if (TAIL_M < BLOCK_M) & (end - start <= TAIL_M):
-        _gate_up_tile(expert, index, start, end, block, of, lora, JOIN, TAIL_M)
+        _gate_up_tile(expert, index, start, end, block, of, lora, TAIL_M)
     else:
-        _gate_up_tile(expert, index, start, end, block, of, lora, JOIN, BLOCK_M)
-
-
-@triton.jit
-def _gate_up_program(
-    expert, index, start, end, block, joins, of, lora, TAIL_M: tl.constexpr, BLOCK_M: tl.constexpr
-):
-    """The same. joins: with their shrink, if such programs are AHEAD at all."""
-    if lora.AHEAD > 0:
-        if joins:
-            _gate_up_rows(expert, index, start, end, block, of, lora, True, TAIL_M, BLOCK_M)
-        else:
-            _gate_up_rows(expert, index, start, end, block, of, lora, False, TAIL_M, BLOCK_M)
-    else:
-        _gate_up_rows(expert, index, start, end, block, of, lora, False, TAIL_M, BLOCK_M)
+        _gate_up_tile(expert, index, start, end, block, of, lora, BLOCK_M)
 
 
 @direct_launch
@@ -181,7 +152,7 @@ def _gate_up_kernel(
     GATED: tl.constexpr, HAS_BIAS: tl.constexpr,
     HAS_LORA: tl.constexpr, HAS_DELTA: tl.constexpr, INNER: tl.constexpr,
     A_M: tl.constexpr, A_K: tl.constexpr, A_R: tl.constexpr,
-    A_EVEN: tl.constexpr, A_ALIGNMENT: tl.constexpr, AHEAD: tl.constexpr, PLANES: tl.constexpr,
+    A_EVEN: tl.constexpr, A_ALIGNMENT: tl.constexpr, PLANES: tl.constexpr,
     BY_RUN: tl.constexpr, GROUP: tl.constexpr, ITEM_STAGES: tl.constexpr,
     PREFETCH: tl.constexpr, EARLY: tl.constexpr, BLOCK_R: tl.constexpr,
     RANK_STEPS: tl.constexpr, SLICE_WIDTH: tl.constexpr, ALIGNMENT: tl.constexpr,
@@ -192,15 +163,11 @@ def _gate_up_kernel(
 ):  # fmt: skip
     pdl_release(PDL)
     # With a shrink between, the order was complete before this kernel could start: wait later.
-    pdl_wait(PDL and (AHEAD > 0 or not (HAS_LORA or HAS_DELTA)))
+    pdl_wait(PDL and not (HAS_LORA or HAS_DELTA))
     blocks = tl.cdiv(size, BLOCK_N)
     program = tl.program_id(0) - shrinks
     tile = program // blocks
     block = program % blocks
-    if AHEAD > 0:
-        tile, block = place_of_program(program, blocks, AHEAD)
-        if block < 0:
-            return
     if INNER:
         if program < 0:
             shrink_position(
@@ -218,17 +185,14 @@ def _gate_up_kernel(
     consumers = 1  # even without a tile somebody resets the count
     if INNER:
         consumers = tl.maximum(tl.load(num_tiles) * blocks, 1)
-    joins = block == 0
-    if AHEAD > 0:
-        joins &= tl.load(num_runs + tile) > 0
     if end < 0:
         if INNER and program == 0:
             await_arrivals(arrivals, shrinks, consumers, program)
         return
     SLICES: tl.constexpr = 2 if GATED else 1
     # Where they are passed: an assignment would make tensors of their constants.
-    _gate_up_program(
-        expert, tile, start, end, block, joins,
+    _gate_up_rows(
+        expert, tile, start, end, block,
         GateUp(
             hidden, weight, weight_rows, bias, inter, pair_at, depth, size,
             stride_x, stride_we, stride_wn, stride_wk, up_start, column_step,
@@ -240,7 +204,7 @@ def _gate_up_kernel(
             arrivals, shrinks, consumers, num_pairs, factor_stride, num_slots, max_rank,
             HAS_LORA, HAS_DELTA, INNER, PLANES, BY_RUN, GROUP, ITEM_STAGES, PREFETCH, EARLY,
             BLOCK_R, RANK_STEPS, SLICE_WIDTH, ALIGNMENT, 2, SLICES, TOP_K, IDENTITY, RUN_STRIDE,
-            PRECISION, AHEAD, A_R, A_EVEN, A_ALIGNMENT, PDL,
+            PRECISION, PDL,
         ),
         TAIL_M, BLOCK_M,
     )  # fmt: skip

@@ -27,7 +27,7 @@ class TileLora(NamedTuple):
     run_stop: Any
     num_runs: Any
     delta: Any  # see `moe_delta`
-    pending: Any  # the same; with AHEAD of `moe_joined`
+    pending: Any
     slot_at: Any
     h: Any  # see `moe_shrink`
     arena: Any
@@ -59,10 +59,6 @@ class TileLora(NamedTuple):
     IDENTITY: Any
     RUN_STRIDE: Any
     PRECISION: Any
-    AHEAD: Any  # see `moe_joined`
-    A_R: Any
-    A_EVEN: Any
-    A_ALIGNMENT: Any
     PDL: Any
 
 
@@ -312,8 +308,6 @@ def add_lora(first, second, begun, tile, lora):
     """The sums of either slice plus LoRA."""
     if lora.INNER:
         await_arrivals(lora.arrivals, lora.shrinks, lora.consumers, tl.program_id(0) - lora.shrinks)
-    elif lora.AHEAD > 0:
-        wait_for_pieces(lora.pending + tile.index)
     elif not lora.EARLY:
         # For the shrink; what came before it was complete before this kernel could start.
         pdl_wait(lora.PDL)

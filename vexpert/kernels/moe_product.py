@@ -9,18 +9,9 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from vexpert.kernels.common import ceil_div, dot_precision, pdl_options, power_of_two
 from vexpert.kernels.moe_delta import Delta
 from vexpert.kernels.moe_factors import SiteFactors
-from vexpert.kernels.moe_joined import MOST_JOINED
 from vexpert.kernels.moe_order import PairOrder, present
 from vexpert.kernels.moe_runs import TileRuns
 from vexpert.kernels.moe_shrink import ShrinkShape, shrink_parts
-
-
-@dataclass(frozen=True)
-class Ahead:
-    """Tiles by which the programs that shrink too come before the others; see `moe_joined`."""
-
-    tiles: int
-    pending: torch.Tensor  # [max_tiles] int32, of `moe_runs`
 
 
 @dataclass(frozen=True)
@@ -36,7 +27,6 @@ class Expand:
     prefetch: bool = False
     early: bool = False  # shrunk rows too: the product then waits for the shrink; runs only
     shrink: ShrinkShape | None = None  # of the launch's first programs; None: h is complete
-    ahead: Ahead | None = None  # h is a tile's first program's to fill; of runs; None: as above
 
 
 @dataclass(frozen=True)
@@ -82,9 +72,8 @@ def product_arguments(
     lists = order.topk_ids, order.pair, order.tile_expert, order.tile_start, order.tile_end
     num_slots = 0 if expand is None else expand.factors.num_slots
     numbers = pairs, _factor_stride(expand, pairs), num_slots, order.num_experts, depth, size
-    ahead = 0 if expand is None or expand.ahead is None else expand.ahead.tiles
     return ProductArguments(
-        shrinks + ahead + _tile_count(order) * ceil_div(size, shape.block_n),
+        shrinks + _tile_count(order) * ceil_div(size, shape.block_n),
         (*lists, order.num_tiles, *_expand_tensors(expand, delta, order, x), *inner, *numbers),
         0 if expand is None else expand.h.shape[2],
         {
@@ -92,8 +81,7 @@ def product_arguments(
             "IDENTITY": order.is_identity,
             "HAS_DELTA": delta is not None,
             **_expand_options(expand, size),
-            "AHEAD": ahead,
-            **_inner_options(expand, depth, shape),
+            **_inner_options(expand, depth),
             **_tile_options(order, shape, x.dtype, depth, size),
             **pdl_options(pdl),
         },
@@ -142,8 +130,6 @@ def _expand_tensors(
     assert order.factors is not None
     arena, runs = lora.factors.arena, lora.runs
     if runs is not None:
-        if lora.ahead is not None:
-            added = none, lora.ahead.pending, none
         lists = runs.run_first, runs.run_stop, runs.num_runs
         return *lists, *added, lora.h, arena, runs.run_address, runs.run_rank
     found = order.factors.address, order.factors.rank
@@ -199,19 +185,11 @@ def _inner_shrinks(
     return shrinks, (lora.factors.arrivals, start, end, shrinks, part)
 
 
-def _inner_options(lora: Expand | None, depth: int, tile: TileShape) -> dict[str, int | bool]:
-    """Their constants, or those of a shrink in the product's own loop."""
-    ones = dict.fromkeys(("A_M", "A_K", "A_R", "A_ALIGNMENT"), 1)
-    off = {"INNER": False, "A_EVEN": False, **ones}
-    if lora is not None and lora.ahead is not None:
-        return {
-            **off,
-            "A_R": power_of_two(lora.factors.max_rank, 16, 2 * MOST_JOINED),
-            "A_EVEN": depth % tile.block_k == 0,
-            "A_ALIGNMENT": lora.factors.alignment_of(depth),
-        }
+def _inner_options(lora: Expand | None, depth: int) -> dict[str, int | bool]:
+    """Their constants."""
     if lora is None or lora.shrink is None:
-        return off
+        ones = dict.fromkeys(("A_M", "A_K", "A_R", "A_ALIGNMENT"), 1)
+        return {"INNER": False, "A_EVEN": False, **ones}
     shape, factors = lora.shrink, lora.factors
     return {
         "INNER": True,

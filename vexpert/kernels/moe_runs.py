@@ -11,7 +11,6 @@ computed does not depend on it.
 | array | shape | holds |
 |---|---|---|
 | num_runs | [max_tiles] int32 | runs of each tile |
-| pending | [2, max_tiles] int32 | 1 if it has any, on demand: gate_up, down; see `moe_joined` |
 | run_first, run_stop | [max_tiles, BLOCK_M] int32 | their positions, cut at the tile's end |
 | run_address, run_rank | [.., max_tiles * BLOCK_M] | `moe_factors`; rank 0 beyond the last run |
 | num_pieces | [1] int32 | pieces that exist |
@@ -36,7 +35,6 @@ class TileRuns:
     """The arrays above."""
 
     num_runs: torch.Tensor
-    pending: torch.Tensor
     run_first: torch.Tensor
     run_stop: torch.Tensor
     run_address: torch.Tensor  # [5, max_tiles * BLOCK_M] int64
@@ -93,7 +91,7 @@ def _runs_kernel(
     num_pieces, piece_first, piece_stop, piece_address, piece_rank,
     up_table, down_table, num_slots, max_runs, max_pieces,
     GATE_SLICES: tl.constexpr, HAS_UP: tl.constexpr, HAS_DOWN: tl.constexpr,
-    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, PENDING: tl.constexpr, PDL: tl.constexpr,
+    PIECE: tl.constexpr, BLOCK_M: tl.constexpr, PDL: tl.constexpr,
 ):  # fmt: skip
     pdl_wait(PDL)
     pdl_release(PDL)
@@ -107,9 +105,6 @@ def _runs_kernel(
     run = tile * BLOCK_M + tl.cumsum(opens.to(tl.int32), 0) - 1
     count = tl.sum(opens.to(tl.int32), 0)
     tl.store(num_runs + tile, count)
-    if PENDING:
-        for site in tl.static_range(1, 3):
-            tl.store(num_runs + site * tl.num_programs(0) + tile, tl.minimum(count, 1))
     tl.store(run_first + run, first, mask=opens)
     tl.store(run_stop + run, stop, mask=opens)
     for line in tl.static_range(2, 5):
@@ -130,27 +125,23 @@ def _runs_kernel(
     )  # fmt: skip
 
 
-def find_runs(
-    order: PairOrder, piece: int, adapters: int, pdl: bool = False, pending: bool = False
-) -> TileRuns:
+def find_runs(order: PairOrder, piece: int, adapters: int, pdl: bool = False) -> TileRuns:
     """All arrays of the table above, of an order that has factors and is no identity.
 
     piece: positions of a piece at most; adapters: about how many the step has; pdl: may start
-    before the launch before it has ended; pending: set those. Counts in `order.num_pieces`, which
-    was 0. Reference: `tests/test_kernels_moe.py: test_runs`.
+    before the launch before it has ended. Counts in `order.num_pieces`, which was 0. Reference:
+    `tests/test_kernels_moe.py: test_runs`.
     """
     factors = order.factors
     assert factors is not None
     assert not order.is_identity
     tiles, max_pieces = order.max_tiles, order.num_pairs
     max_runs = tiles * order.block_m
-    counts = order.ints(3, tiles)
 
     # A run has at most one piece that is not full, and one more for each end of a tile in it.
     expected = max_pieces // piece + min(order.num_experts * max(1, adapters) + tiles, max_pieces)
     found = TileRuns(
-        num_runs=counts[0],
-        pending=counts[1:],
+        num_runs=order.ints(tiles),
         run_first=order.ints(max_runs),
         run_stop=order.ints(max_runs),
         run_address=order.ints(5, max_runs, dtype=torch.int64),
@@ -169,7 +160,7 @@ def find_runs(
         found.num_pieces, found.piece_first, found.piece_stop, found.piece_address,
         found.piece_rank,
         *factor_arguments(factors, order.slot)[2:], factors.num_slots, max_runs, max_pieces,
-        **factor_options(factors), PIECE=piece, BLOCK_M=order.block_m, PENDING=pending,
+        **factor_options(factors), PIECE=piece, BLOCK_M=order.block_m,
         num_warps=max(1, order.block_m // 32), **pdl_options(pdl),
     )  # fmt: skip
     return found

@@ -44,19 +44,7 @@ class ShrinkShape:
 
 
 @triton.jit
-def store_slices(
-    out, line, inner, own, part_at, part_stride, SLICES: tl.constexpr, SLICE_WIDTH: tl.constexpr
-):  # fmt: skip
-    """Columns `inner` of shrunk rows `out` to the blocks of their slices; see `shrink_run`."""
-    for i in tl.static_range(SLICES):
-        column = inner - tl.load(part_at + (3 + i) * part_stride).to(tl.int32)
-        its = (column >= 0) & (column < tl.load(part_at + i * part_stride).to(tl.int32))
-        target = line + (i * SLICE_WIDTH + column)[None, :]
-        tl.store(target, out, mask=own[:, None] & its[None, :])
-
-
-@triton.jit
-def shrink_run(
+def _shrink_run(
     at, stop, hidden, pair_at, arena, a_at, rank, h, left, right, depth, width, stride_x,
     part_at, part_stride,
     TOP_K: tl.constexpr, BY_POSITION: tl.constexpr, SCALED: tl.constexpr, IDENTITY: tl.constexpr,
@@ -97,7 +85,11 @@ def shrink_run(
         out = sums.to(h.dtype.element_ty)
         if SLICES == 0:
             tl.store(line + inner[None, :], out, mask=own[:, None] & used[None, :])
-        store_slices(out, line, inner, own, part_at, part_stride, SLICES, SLICE_WIDTH)
+        for i in tl.static_range(SLICES):
+            column = inner - tl.load(part_at + (3 + i) * part_stride).to(tl.int32)
+            its = (column >= 0) & (column < tl.load(part_at + i * part_stride).to(tl.int32))
+            target = line + (i * SLICE_WIDTH + column)[None, :]
+            tl.store(target, out, mask=own[:, None] & its[None, :])
 
 
 @triton.jit
@@ -138,7 +130,7 @@ def shrink_position(
     # Here, where it is computed: the compiler forgets it of a function's argument.
     a_at = tl.multiple_of(a_at, ALIGNMENT)
     if rank > 0:
-        shrink_run(
+        _shrink_run(
             at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth, width,
             stride_x, rank_at, 0, TOP_K, BY_POSITION, SCALED, IDENTITY, 0, 0, EVEN, PRECISION,
             BLOCK_M, BLOCK_K, BLOCK_R,
@@ -185,7 +177,7 @@ def _shrink_pieces_kernel(
         rank = tl.load(rank_at + piece)
         a_at = tl.multiple_of(tl.load(address + piece), ALIGNMENT)
         if rank > 0:
-            shrink_run(
+            _shrink_run(
                 at, stop, hidden, pair_at, arena, a_at, rank, plane, left, right, depth, width,
                 stride_x, part_at + piece, max_pieces, TOP_K, BY_POSITION, SCALED, False, SLICES,
                 SLICE_WIDTH, EVEN, PRECISION, BLOCK_M, BLOCK_K, BLOCK_R,
@@ -206,16 +198,6 @@ def room_for_h(order: PairOrder, shape: ShrinkShape, is_down: bool, depth: int) 
     assert lora is not None
     lead = shrink_parts(depth, shape)[1], order.num_pairs
     return torch.empty(*lead, lora.max_rank, dtype=torch.float32, device=order.topk_ids.device)
-
-
-def room_by_run(order: PairOrder, planes: int, is_down: bool, dtype: torch.dtype) -> torch.Tensor:
-    """Memory for h of pieces; `dtype`: x's."""
-    assert order.factors is not None
-    lora = order.factors.down if is_down else order.factors.gate_up
-    assert lora is not None
-    shape = planes, order.num_pairs, lora.num_slices * lora.slice_width
-    kind = torch.float32 if planes > 1 else dtype
-    return torch.empty(shape, dtype=kind, device=order.topk_ids.device)
 
 
 def moe_shrink(
@@ -254,15 +236,17 @@ def moe_shrink(
         "num_stages": shape.num_stages,
         **pdl_options(pdl),
     }
-    site = int(is_down)
+    device, site = hidden.device, int(is_down)
     if runs is not None:
         assert shape.block_m == runs.piece, (shape, runs.piece)
-        h = room_by_run(order, planes, is_down, hidden.dtype)
+        dtype, width = torch.float32 if planes > 1 else hidden.dtype, lora.slice_width
+        slices = lora.num_slices
+        h = torch.empty(planes, pairs, slices * width, dtype=dtype, device=device)
         _shrink_pieces_kernel[(runs.programs, planes)](
             hidden, order.pair, runs.num_pieces, runs.piece_first, runs.piece_stop, lora.arena,
             runs.piece_address[site], runs.piece_rank[site], runs.piece_rank[4 if is_down else 2],
             h, pairs, runs.piece_first.shape[0], depth, part, h.shape[2], hidden.stride(0),
-            SLICES=lora.num_slices, SLICE_WIDTH=lora.slice_width, **options,
+            SLICES=slices, SLICE_WIDTH=width, **options,
         )  # fmt: skip
         return h
     found = factors.address[site], factors.rank[site]

@@ -10,13 +10,12 @@ from vexpert.kernels.moe_delta import MOST_RANKS, Delta, moe_delta
 from vexpert.kernels.moe_down import moe_down
 from vexpert.kernels.moe_factors import PairFactors, SiteFactors
 from vexpert.kernels.moe_gate_up import moe_gate_up
-from vexpert.kernels.moe_joined import MOST_JOINED
 from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
 from vexpert.kernels.moe_pieces import find_pieces
-from vexpert.kernels.moe_product import Ahead, Expand
+from vexpert.kernels.moe_product import Expand
 from vexpert.kernels.moe_runs import find_runs
-from vexpert.kernels.moe_shrink import moe_shrink, room_by_run, room_for_h
+from vexpert.kernels.moe_shrink import moe_shrink, room_for_h
 from vexpert.ops.experts_replay import EXPERTS, experts_inputs, experts_key
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
 from vexpert.ops.plan_rows import PlanRows
@@ -142,8 +141,7 @@ def _launch(
     if delta is not None:
         pieces = find_pieces(order, delta.piece, pdl)
     elif lora is not None and plan.lora.by_run:
-        pending = plan.lora.ahead > 0 or plan.lora.down_ahead > 0
-        runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl, pending)
+        runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl)
     x, scaled = hidden, experts.scale_input
     if scaled:
         scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
@@ -165,12 +163,6 @@ def _launch(
             h = room_for_h(order, shape, is_down, source.shape[1])
             stacked = (how.group, how.item_stages, how.prefetch)
             return Expand(h, site, None, *stacked, shrink=shape)
-        ahead = how.down_ahead if is_down else how.ahead
-        if ahead and runs is not None and site.max_rank <= MOST_JOINED * site.num_slices:
-            h = room_by_run(order, 1, is_down, source.dtype)
-            given = Ahead(ahead, runs.pending[int(is_down)])
-            stacked = (how.group, how.item_stages, how.prefetch)
-            return Expand(h, site, runs, *stacked, ahead=given)
         h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
         early = how.early and how.by_run
         return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)

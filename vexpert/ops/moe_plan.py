@@ -51,10 +51,6 @@ class LoraPlan:
     early: bool = False  # shrunk rows before it too; runs only
     delta: DeltaPlan | None = None  # in place of all of it, unless ranks are too many
     inner: bool = False  # shrinks in the launches of the products; rows that are ordered only
-    # Tiles by which the programs that shrink in gate_up's loop come before the others of a tile; 0:
-    # its shrink is a launch of its own. Runs only, unless ranks are too many.
-    ahead: int = 0
-    down_ahead: int = 0
 
 
 @dataclass(frozen=True)

@@ -54,8 +54,6 @@ class Space:
     stages: tuple[int, ...] = (3, 4)
     groups: tuple[int, ...] = (1, 2, 4, 8)
     item_stages: tuple[int, ...] = (1, 3)
-    # tiles ahead, of gate_up and down; 0: their shrinks are launches
-    aheads: tuple[tuple[int, int], ...] = ((0, 0), (8, 0), (0, 8), (8, 8), (24, 18))
 
     def rows_for(self, rows_per_expert: float) -> list[int]:
         """Rows of tiles worth a try: neither mostly empty nor a small part of an expert's."""
@@ -88,11 +86,10 @@ class Space:
             if plan.base.is_identity:
                 return  # one pair is no run
             pieces = own[0], replace(own[1], block_m=own[0].block_m)  # runs are cut once
-            for group, stages, early, ahead in itertools.product(
-                self.groups[:3], self.item_stages, (False, True), self.aheads
+            for group, stages, early in itertools.product(
+                self.groups[:3], self.item_stages, (False, True)
             ):
-                way = LoraPlan(*pieces, True, group, stages, early)
-                yield replace(plan, lora=replace(way, ahead=ahead[0], down_ahead=ahead[1]))
+                yield replace(plan, lora=LoraPlan(*pieces, True, group, stages, early))
 
         def shrink(plan: MoePlan) -> Iterator[MoePlan]:
             for piece in self.pieces if plan.lora.by_run else (plan.lora.shrink.block_m,):
