@@ -1,5 +1,7 @@
 """A whole MoE layer in four launches (one token: three); LoRA adds one a product it adapts."""
 
+from dataclasses import dataclass
+
 import torch
 import triton
 
@@ -12,9 +14,9 @@ from vexpert.kernels.moe_factors import PairFactors, SiteFactors
 from vexpert.kernels.moe_gate_up import moe_gate_up
 from vexpert.kernels.moe_order import PairOrder, identity_order, order_pairs
 from vexpert.kernels.moe_order_chunks import order_many_pairs
-from vexpert.kernels.moe_pieces import find_pieces
+from vexpert.kernels.moe_pieces import TilePieces, find_pieces
 from vexpert.kernels.moe_product import Expand
-from vexpert.kernels.moe_runs import find_runs
+from vexpert.kernels.moe_runs import TileRuns, find_runs
 from vexpert.kernels.moe_shrink import moe_shrink, room_for_h
 from vexpert.ops.experts_replay import EXPERTS, experts_inputs, experts_key
 from vexpert.ops.moe_plan import MoePlan, MoeShape, choose_plan
@@ -136,36 +138,11 @@ def _launch(
     base, pdl = plan.base, plan.base.pdl
     scales = None if experts.scale_input else topk_weights
     order = _order(topk_ids, scales, lora, experts.down.shape[0], plan)
-    delta = plan.lora.delta if _fits(order.factors) else None
-    runs = pieces = None
-    if delta is not None:
-        pieces = find_pieces(order, delta.piece, pdl)
-    elif lora is not None and plan.lora.by_run:
-        runs = find_runs(order, plan.lora.shrink.block_m, lora.num_adapters, pdl)
+    step_lora = _step_lora(order, lora, plan)
     x, scaled = hidden, experts.scale_input
     if scaled:
         scaled_rows = hidden.unsqueeze(1) * topk_weights.unsqueeze(2)
         x = scaled_rows.to(hidden.dtype).view(-1, hidden.shape[1])
-
-    def expand(source: torch.Tensor, is_down: bool) -> Expand | Delta | None:
-        factors = order.factors
-        site = None if factors is None else factors.down if is_down else factors.gate_up
-        if site is None:
-            return None
-        if delta is not None and pieces is not None:
-            its = delta.down if is_down else delta.gate_up
-            size = experts.down.shape[1] if is_down else experts.columns[0]
-            is_scaled = scaled and not is_down
-            return moe_delta(source, order, pieces, its, size, is_down, is_scaled, pdl)
-        how = plan.lora
-        shape = how.down_shrink if is_down else how.shrink
-        if how.inner and not base.is_identity and runs is None and site.max_rank <= MOST_INNER:
-            h = room_for_h(order, shape, is_down, source.shape[1])
-            stacked = (how.group, how.item_stages, how.prefetch)
-            return Expand(h, site, None, *stacked, shrink=shape)
-        h = moe_shrink(source, order, shape, is_down, scaled and not is_down, pdl, runs)
-        early = how.early and how.by_run
-        return Expand(h, site, runs, how.group, how.item_stages, how.prefetch, early)
 
     inter = moe_gate_up(
         x,
@@ -175,7 +152,7 @@ def _launch(
         experts.columns,
         experts.activation,
         base.gate_up,
-        expand(x, is_down=False),
+        step_lora.before(x, experts.columns[0], is_down=False, scaled=scaled),
         scaled,
         pdl,
     )
@@ -186,13 +163,68 @@ def _launch(
         order.scale,
         order,
         base.down,
-        expand(inter, is_down=True),
+        step_lora.before(inter, experts.down.shape[1], is_down=True),
         pdl,
     )
     pairs = (out, topk_ids.view(-1), None, experts.down.shape[0])
     if finish is None:
         return combine(*pairs, topk_ids.shape[1], pdl), None
     return combine_norm(*pairs, finish.residual, finish.multiplier, finish.norm, pdl)
+
+
+@dataclass(frozen=True)
+class _StepLora:
+    """What LoRA adds to the products of a step; of pieces and runs at most one is there."""
+
+    order: PairOrder
+    plan: MoePlan
+    pieces: TilePieces | None  # then by deltas
+    runs: TileRuns | None  # then by run; else by row
+
+    def before(
+        self, source: torch.Tensor, size: int, is_down: bool, scaled: bool = False
+    ) -> Expand | Delta | None:
+        """Launches what has to come before the product of `source` that has `size` columns a slice.
+
+        scaled: `source` is by pair.
+        """
+        order, how, pdl = self.order, self.plan.lora, self.plan.base.pdl
+        factors = order.factors
+        site = None if factors is None else factors.down if is_down else factors.gate_up
+        if site is None:
+            return None
+        if self.pieces is not None:
+            assert how.delta is not None
+            delta = how.delta.down if is_down else how.delta.gate_up
+            return moe_delta(source, order, self.pieces, delta, size, is_down, scaled, pdl)
+        shape = how.down_shrink if is_down else how.shrink
+        by_row = self.runs is None and not order.is_identity
+        inner = how.inner and by_row and site.max_rank <= MOST_INNER
+        if inner:
+            h = room_for_h(order, shape, is_down, source.shape[1])
+        else:
+            h = moe_shrink(source, order, shape, is_down, scaled, pdl, self.runs)
+        return Expand(
+            h,
+            site,
+            self.runs,
+            how.group,
+            how.item_stages,
+            how.prefetch,
+            early=how.early and self.runs is not None,
+            shrink=shape if inner else None,
+        )
+
+
+def _step_lora(order: PairOrder, lora: ExpertsLora | None, plan: MoePlan) -> _StepLora:
+    """Finds the pieces, or the runs, that the plan takes."""
+    how, pdl = plan.lora, plan.base.pdl
+    pieces = runs = None
+    if how.delta is not None and _fits(order.factors):
+        pieces = find_pieces(order, how.delta.piece, pdl)
+    elif lora is not None and how.by_run:
+        runs = find_runs(order, how.shrink.block_m, lora.num_adapters, pdl)
+    return _StepLora(order, plan, pieces, runs)
 
 
 def _fits(factors: PairFactors | None) -> bool:
