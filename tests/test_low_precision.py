@@ -25,8 +25,10 @@ from vexpert.engine.check import _Plain, _read
 from vexpert.lora.merge import merge_adapter
 from vexpert.models.served import TransformersModel
 
-LIMIT = 2e-2  # of a generated token's log-probability, at the 99th percentile
-WORSE = 1.5  # times PyTorch's own mean error in bfloat16
+# Of a generated token's log-probability, at the 99th percentile; or what WORSE allows, where bfloat16
+# is coarser: 8 random layers, whose routers' choices lie close together, cost PyTorch 5e-2.
+LIMIT = 2e-2
+WORSE = 1.5  # times PyTorch's own error in bfloat16
 DEVICES = [("cpu", 15), pytest.param("cuda", 100, marks=pytest.mark.gpu)]
 RANDOM = [("cpu", "tiny"), pytest.param("cuda", "qwen3-30b-a3b-8l", marks=pytest.mark.gpu)]
 Work = list[tuple[list[int], str | None]]  # token ids, adapter
@@ -152,9 +154,10 @@ def check(served: LLM, plain: Told, reference: LLM, work: Work, steps: int) -> N
             print("LoRA" if adapted else "base", what, figures, f"of {len(row)}")
     for (adapted, what), row in found.items():
         if what != "PyTorch":
-            assert row.quantile(0.99) <= LIMIT, (adapted, what)
-            most = WORSE * found[adapted, "PyTorch"].mean() + 1e-3
-            assert row.mean() <= most, (adapted, what)
+            plain_row = found[adapted, "PyTorch"]
+            most = max(LIMIT, WORSE * float(plain_row.quantile(0.99)))
+            assert row.quantile(0.99) <= most, (adapted, what)
+            assert row.mean() <= WORSE * plain_row.mean() + 1e-3, (adapted, what)
 
 
 def demo_work(llm: LLM, count: int) -> Work:
