@@ -96,6 +96,7 @@ def parts(selection: str | None = None) -> dict[str, Part]:
         "loads": Part(120, script("steps_beside_loads", "--seconds 90")),
         "load": Part(60, script("adapter_load", "--rounds 3")),
         "layers": Part(120, script("prefill", "whole")),
+        "replays": Part(60, script("prefill", "whole --check")),
         "readers": Part(120, script("prefill", "parts --budget 90")),
         "throughput": Part(160, vexpert(f"{THROUGHPUT} --prefill 16x512 1x2048 1x512 --repeats 3")),
         "whole-model": Part(

@@ -33,6 +33,7 @@ from vexpert.kernels.compile_ahead import compile_only
 from vexpert.kernels.dense_factors import DenseDelta, ReaderTile
 from vexpert.kernels.dense_shrink import DenseShrink
 from vexpert.kernels.norms import Norm
+from vexpert.kernels.replay import Replays
 from vexpert.kernels.rms_norm import add_rms_norm
 from vexpert.kernels.rope_arguments import Heads, Rope
 from vexpert.kernels.rope_tiles import rope_tiles
@@ -209,22 +210,27 @@ class Ways:
     def __init__(self, llm: LLM) -> None:
         forwards = [getattr(m, "forward", None) for m in llm.engine.model.model.modules()]
         self.layers = [forward.replayed for forward in forwards if hasattr(forward, "replayed")]
-        self.call = ReplayedLayer.__call__
+        self.call, self.replay = ReplayedLayer.__call__, Replays.__call__
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
         ReplayedLayer.__call__ = self.call if name == "layers" else _run_parts
+        Replays.__call__ = _run_replay if name == "one by one" else self.replay
         try:
             yield
         finally:
-            ReplayedLayer.__call__ = self.call
+            ReplayedLayer.__call__, Replays.__call__ = self.call, self.replay
 
 
 def _run_parts(self: ReplayedLayer, hidden: Any, normed: Any, angles: Any, run: Any) -> Any:
     return run()
 
 
-def time_whole(dry: bool) -> None:
+def _run_replay(self: Replays, _: Any, __: Any, ___: Any, run: Any, unsaid: Any = None) -> Any:
+    return run()
+
+
+def time_whole(dry: bool, only_check: bool) -> None:
     warmup.powers = lambda most: sorted({n for n in (512, 2048, 8192) if n <= most} or {most})
     warmup.COUNTS = (1,)
     began = time.perf_counter()
@@ -238,6 +244,8 @@ def time_whole(dry: bool) -> None:
                     model.raw_logits(steps.prompt(tokens, signature))
     say(f"ready after {time.perf_counter() - began:.0f} s; {len(ways.layers)} layers")
     check_whole(llm, ways, 40 if dry else 700)
+    if only_check:
+        return
     for prompts, tokens in [(1, 40)] if dry else [(1, 512), (1, 2048), (16, 512)]:
         for names in ([None], ["x0"], [f"x{i}" for i in range(8)])[: 2 if prompts == 1 else 3]:
             line = []
@@ -271,25 +279,37 @@ def time_prompts(
 
 
 def check_whole(llm: LLM, ways: Ways, tokens: int) -> None:
-    """Log-probabilities of two prompts, one with an adapter, in all ways; replays bitwise."""
+    """Log-probabilities of two prompts in all ways, without adapters and with one, against those
+    of operations run one by one: whether six turns are equal bit for bit, and how far they are off.
+    """
     params = SamplingParams(max_tokens=2, ignore_eos=True, temperature=0.0, logprobs=4)
     draw = random.Random(1)
     ids = [
         {"prompt_token_ids": [draw.randrange(2, 400) for _ in range(length)]}
         for length in (tokens, tokens // 3)
     ]
-    tables = {}
-    for name in WAYS:
-        with ways(name):
-            for turn in range(3):
-                outputs = llm.generate(ids, params, adapter=["x0", None])
-                rows = [row for output in outputs for row in output.outputs[0].logprobs]
-                tables[name, turn] = [
-                    sorted((token, entry.logprob) for token, entry in row.items()) for row in rows
-                ]
-    first = tables["parts replayed", 0]
-    same = all(tables[name, i] == first for name in WAYS for i in range(3))
-    say(f"layers replayed: bitwise {same}")
+
+    def play(names: list[str | None]) -> list[dict[int, float]]:
+        outputs = llm.generate(ids, params, adapter=names)
+        rows = [row for output in outputs for row in output.outputs[0].logprobs or []]
+        return [{token: entry.logprob for token, entry in row.items()} for row in rows]
+
+    for names in ([None, None], ["x0", None]):
+        with ways("one by one"):
+            wanted = play(names)
+        for way in ("one by one", *WAYS):
+            with ways(way):
+                turns = [play(names) for _ in range(6)]
+            off = [
+                max((abs(row[t] - other[t]) for row, other in zip(turn, wanted, strict=True)
+                    for t in row.keys() & other.keys()), default=0.0)
+                for turn in turns
+            ]  # fmt: skip
+            equal = sum(turn == turns[-1] for turn in turns)
+            say(
+                f"{names}, {way}: {equal} of 6 equal the last, off by",
+                " ".join(f"{x:.4f}" for x in off),
+            )
 
 
 def time_host(llm: LLM, ways: Ways) -> None:
@@ -321,10 +341,11 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=20)
     parser.add_argument("--compile", action="store_true", help="parts: nothing else")
     parser.add_argument("--budget", type=float, default=1e9, help="seconds, of parts")
+    parser.add_argument("--check", action="store_true", help="whole: bits, no times")
     given = parser.parse_args()
     say("commit", commit())
     if given.part == "whole":
-        time_whole(given.dry)
+        time_whole(given.dry, given.check)
         return
     device = torch.device("cpu" if given.dry else "cuda")
     if given.dry:
