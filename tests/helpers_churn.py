@@ -108,10 +108,16 @@ class Churn:
         self.asks[request_id] = Ask(name, kind, word, self.steps, time.monotonic())
 
     def replace(self) -> None:
-        """A new version of a name: another of the four."""
+        """A new version of a name: another of the four; or none, where a load needs steps first."""
         name, kind = self.pick(), self.random.choice(KINDS)
         call = self.random.choice([self.engine.load_adapter, self.engine.register_adapter])
-        call(name, str(self.folders[kind]), load_inplace=True)
+        try:
+            call(name, str(self.folders[kind]), load_inplace=True)
+        except AdapterError as error:
+            if call != self.engine.load_adapter or "step the engine" not in str(error):
+                raise
+            self.count("full")
+            return
         self.kinds[name] = kind
         self.count("reload")
 

@@ -6,7 +6,7 @@ from random import Random
 import pytest
 from helpers_churn import KINDS, Churn, link, opened, vexpert_threads
 from helpers_demo import expected
-from helpers_wait import wait_for
+from helpers_wait import on_a_thread, wait_for
 
 from vexpert.config import EngineConfig
 from vexpert.demo import adapter_paths, model_path
@@ -82,6 +82,32 @@ def test_churn(tmp_path: Path, size: int) -> None:
     # Every request ends within: its reading and copying, 64 that pass it, and the older ones.
     assert churn.longest_wait < 400
     assert churn.most_passed <= MAX_PASSED
+    assert_nothing_is_left(engine, files)
+
+
+def test_loads_among_many_requests_and_few_steps(tmp_path: Path, size: int) -> None:
+    """As where steps are slow beside what comes between: a load is made, or refused at once."""
+    kinds = {f"user{i}": KINDS[i % 4] for i in range(40)}
+    files = opened()
+    engine = make(tmp_path, max_loras=2, lora_host_memory=6 * size, max_num_seqs=8)
+    for name, kind in kinds.items():
+        engine.register_adapter(name, str(link(kind, tmp_path / name)))
+    churn = Churn(engine, Random(3), kinds, adapter_paths())
+
+    def run() -> None:
+        while len(churn.done) < 40:
+            while len(churn.asks) < 24:
+                churn.ask()
+            churn.replace()
+            churn.step()
+            engine.check_integrity()
+        while churn.asks:
+            churn.step()
+
+    on_a_thread(run, 60)
+    assert churn.counts["full"] > 3
+    assert churn.counts["reload"] > 3
+    assert not churn.wrong()
     assert_nothing_is_left(engine, files)
 
 

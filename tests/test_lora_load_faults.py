@@ -6,7 +6,7 @@ import sys
 import threading
 import time
 import weakref
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import FrameType
 from typing import Any
@@ -57,7 +57,7 @@ def test_ctrl_c_in_a_load_changes_nothing(
     gate.shut = {"b"}
     gate.faults = {"b": AdapterError("12 keys have no place")} if is_broken else {}
 
-    def interrupt(version: Version) -> None:
+    def interrupt(version: Version, steps_go_on: bool) -> None:
         wait_for(lambda: gate.inside >= {"b"})
         raise KeyboardInterrupt
 
@@ -213,8 +213,8 @@ def test_a_served_adapter_waits_for_replaced_tensors_to_leave(
     manager.check_integrity()
 
 
-def is_interrupted(manager: AdapterManager, path: Path, place: int, is_lazy: bool) -> bool:
-    """Load `path` with Ctrl-C at one call of the interpreter, where signals come.
+def is_interrupted(load: Callable[[], object], place: int) -> bool:
+    """Call `load`, with Ctrl-C at one call of the interpreter, where signals come.
 
     False: there are no more before the load ends.
     """
@@ -232,7 +232,7 @@ def is_interrupted(manager: AdapterManager, path: Path, place: int, is_lazy: boo
     before = sys.getprofile()
     sys.setprofile(profile)
     try:
-        (manager.register if is_lazy else manager.load)("a", path)
+        load()
     except KeyboardInterrupt:
         return True
     finally:
@@ -248,7 +248,8 @@ def test_ctrl_c_at_any_call_of_a_load_keeps_no_lock_and_no_name(
 
     def is_interrupted_well(place: int) -> bool:
         manager, infos = make(), list[AdapterInfo]()
-        was_interrupted = is_interrupted(manager, path, place, is_lazy)
+        first = manager.register if is_lazy else manager.load
+        was_interrupted = is_interrupted(lambda: first("a", path), place)
 
         def load() -> None:
             infos.append(manager.load("a", path, load_inplace=True))

@@ -35,8 +35,12 @@ class AdapterSource(Protocol):
         lora_B_layout: str | None = None,
         load_inplace: bool = False,
         pinned: bool = False,
+        steps_go_on: bool = True,
     ) -> AdapterInfo:
-        """Read an adapter, from a folder or from tensors with their config, and serve it."""
+        """Read an adapter, from a folder or from tensors with their config, and serve it.
+
+        `steps_go_on`: another thread steps meanwhile; else it waits for no room that needs steps.
+        """
 
     def register(
         self,

@@ -2,6 +2,7 @@
 
 import itertools
 import math
+import threading
 import time
 from collections import Counter
 from collections.abc import Callable
@@ -76,6 +77,7 @@ class Engine:
         self._sampler = Sampler(config.seed)
         self._overlaps = model.info.device.type == "cuda" if overlap is None else overlap
         self._flight: Flight | None = None  # the step under way, if the last call left one
+        self._stepper: int | None = None  # thread that stepped last, or is about to be the first
         eos = model.info.eos_token_ids
         self._grammars = Grammars(self.tokenizer, model.info.vocab_size, eos)
         self._completer = Completer(self.tokenizer, eos, self.max_model_len)
@@ -104,6 +106,8 @@ class Engine:
         AdapterGoneError for one that cannot be read, AdapterReplacedError for a `version` that is
         not the newest. The output ends at max_model_len, whatever max_tokens allows.
         """
+        if self._stepper is None:
+            self._stepper = threading.get_ident()
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another")
         vocab_size = self.model_info.vocab_size
@@ -195,6 +199,7 @@ class Engine:
         On a GPU a step is committed while the next one runs: its outputs come a call later, unless
         the next step depends on them.
         """
+        self._stepper = threading.get_ident()
         ended = self._adapters.advance(is_idle=not self.scheduler.running)
         outputs = self._fail_users(ended) if ended else []
         with torch.inference_mode():
@@ -310,9 +315,11 @@ class Engine:
         """Load an adapter and wait for it; from any thread. AdapterError says why it is refused.
 
         From the folder `path`, or from `tensors=` with `config=`. Other options: lora_B_layout,
-        load_inplace, pinned; see `AdapterManager.load`.
+        load_inplace, pinned; see `AdapterManager.load`. In the thread that steps it is refused
+        where requests fill host memory with adapters that wait for the device: they need steps.
         """
-        return self._adapters.load(name, path, **options)
+        steps_go_on = self._stepper != threading.get_ident()
+        return self._adapters.load(name, path, steps_go_on=steps_go_on, **options)
 
     def register_adapter(self, name: str, path: str, **options: Any) -> AdapterInfo:
         """Serve the folder `path`, to be read at its first use; options as for `load_adapter`."""

@@ -18,6 +18,7 @@ from collections import OrderedDict
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+from vexpert.lora.adapter_state import State
 from vexpert.lora.adapter_version import Version
 
 
@@ -227,6 +228,24 @@ class HostPolicy:
         One at a time is always read, or nothing could be loaded while copies in use fill the host.
         """
         return not self.files or self.fits(self.files + nbytes)
+
+    def could_fit(self, nbytes: int) -> bool:
+        """Whether there is room now, or once the `victims` have left."""
+        return self.fits(nbytes - self._freed_for(nbytes))
+
+    def could_read(self, nbytes: int) -> bool:
+        """`may_read`, now or once the `victims` have left."""
+        return not self.files or self.fits(self.files + nbytes - self._freed_for(nbytes))
+
+    def _freed_for(self, nbytes: int) -> int:
+        return sum(version.life.host_bytes for version in self.victims(nbytes))
+
+    def is_settled(self) -> bool:
+        """Whether no copy is just read by a load, whose thread lets go of it in a moment."""
+        return not any(
+            version.life.state is State.HOST and not version.life.is_served
+            for version in self._copies
+        )
 
     def lasting_bytes(self, but_leaving: bool) -> int:
         """Bytes of what no file could give back; `but_leaving`: nor leaves with its requests."""

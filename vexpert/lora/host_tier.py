@@ -29,6 +29,7 @@ from vexpert.lora.weights_file import Book
 logger = get_logger(__name__)
 
 RECHECK = 1.0  # seconds between looks at whether a version that waits for memory is still wanted
+LOOK = 0.02  # seconds between looks at whether reads go on, where nobody steps meanwhile
 
 
 class HostTier:
@@ -55,6 +56,8 @@ class HostTier:
         self._lock = lock
         self.changed = Condition(lock)  # a read ended, or memory may be free
         self._threads = LoaderPool(THREADS if self.readers is None else readers)
+        # Reads that wait for room in memory, each with whether it would find some by now.
+        self._waiting: dict[Version, Callable[[], bool]] = {}
         self.loads = self.errors = 0
         self.load_seconds = 0.0
 
@@ -65,7 +68,9 @@ class HostTier:
         if version.life.state is State.REGISTERED:
             version.life.begin_read()
             self._threads.submit(
-                functools.partial(self._read, version), functools.partial(self._finish, version)
+                functools.partial(self._read, version),
+                functools.partial(self._finish, version),
+                owner=version,
             )
 
     def drop(self, version: Version) -> None:
@@ -98,13 +103,48 @@ class HostTier:
             except OSError as error:  # of files or processes there are too many: a load says so
                 logger.warning("no process to read adapters with can be started yet: %s", error)
 
-    def wait(self, version: Version) -> None:
-        """Until the read of `version` has ended, one way or the other."""
+    def wait(self, version: Version, steps_go_on: bool) -> None:
+        """Until the read of `version` has ended, one way or the other.
+
+        Unless `steps_go_on` meanwhile, it fails where only they would make room for it.
+        """
+        pause = RECHECK if steps_go_on else LOOK
         with self._lock:  # a Condition's own steps to it are Python's: Ctrl-C there keeps it
-            while not self.changed.wait_for(
-                lambda: version.life.state is not State.LOADING, RECHECK
-            ):
+            while not self.changed.wait_for(lambda: version.life.state is not State.LOADING, pause):
                 self._threads.tend()  # where no step does: nobody else may be served now
+                if not steps_go_on and self._needs_steps():
+                    self._break_off(version)
+
+    def _needs_steps(self) -> bool:
+        """Whether reads wait for room, and nothing that goes on without steps will make any.
+
+        A read that will be told of room, or that nobody wants any more, goes on. So does one that
+        hangs in its files, as far as anybody can see.
+        """
+        return (
+            bool(self._waiting)
+            and self._threads.rests(but_for=len(self._waiting))
+            and self.policy.is_settled()
+            and all(may_wait_for_host(version) for version in self._waiting)
+            and not any(finds_room() for finds_room in self._waiting.values())
+        )
+
+    def _break_off(self, version: Version) -> None:
+        """Have the read of `version`, which waits for room or for a thread, end with an error.
+
+        One that waits for a thread might fit: its bytes are not known before it is read.
+        """
+        if self._waiting.pop(version, None) is not None:
+            self.changed.notify_all()
+        elif self._threads.withdraw(version):
+            self._finish(version, None, self._full())
+
+    def _full(self) -> AdapterError:
+        return AdapterError(
+            f"host memory ({self.policy.budget} bytes) is full of adapters that wait for the "
+            "device: step the engine, then load it again, or raise lora_host_memory "
+            "(--lora-host-memory)"
+        )
 
     # ---- loader threads
 
@@ -143,7 +183,7 @@ class HostTier:
                 self._check_budget(version, held + nbytes, " while its files are read")
                 self._make_room(nbytes)
                 while not held and not self.policy.may_read(nbytes):
-                    self._wait_for_room(version)
+                    self._wait_for_room(version, lambda: self.policy.could_read(nbytes))
                     self._make_room(nbytes)
                 self.policy.files += nbytes
             held += nbytes
@@ -162,7 +202,7 @@ class HostTier:
             self._check_size(version, nbytes)
             self._check_budget(version, nbytes)
             while not self._make_room(nbytes):
-                self._wait_for_room(version)
+                self._wait_for_room(version, lambda: self.policy.could_fit(nbytes))
             self.policy.book(nbytes)
         buffer = None
         try:
@@ -176,10 +216,17 @@ class HostTier:
                     self.policy.enter(version)
         return buffer
 
-    def _wait_for_room(self, version: Version) -> None:
+    def _wait_for_room(self, version: Version, finds_room: Callable[[], bool]) -> None:
+        """For a moment. AdapterError once nobody wants `version`, or if it was broken off."""
         if not may_wait_for_host(version):
             raise AdapterError("host memory is full of adapters in use; load it again")
-        self.changed.wait(RECHECK)
+        self._waiting[version] = finds_room
+        try:
+            self.changed.wait(RECHECK)
+        finally:
+            is_broken_off = self._waiting.pop(version, None) is None
+        if is_broken_off:
+            raise self._full()
 
     def _check_budget(self, version: Version, nbytes: int, when: str = "") -> None:
         """Raise AdapterError if `nbytes` never fit beside what no file could give back.
@@ -210,7 +257,7 @@ class HostTier:
         result: tuple[HostCopy, float] | None,
         error: BaseException | None,
     ) -> None:
-        with self.changed:
+        with self._lock:  # on the caller's thread too, where a load is broken off
             if result is not None and version.life.files not in (None, result[0].files):
                 result, error = None, changed(version.source)  # its template was read meanwhile
             if result is not None:

@@ -27,6 +27,7 @@ class Job(NamedTuple):
 
     work: Callable[[], Any]
     done: Callable[[Any, BaseException | None], None]
+    owner: object  # whom it is for
 
 
 class LoaderPool:
@@ -45,19 +46,36 @@ class LoaderPool:
         self._is_told = False  # that a thread cannot be started
 
     def submit(
-        self, work: Callable[[], Any], done: Callable[[Any, BaseException | None], None]
+        self,
+        work: Callable[[], Any],
+        done: Callable[[Any, BaseException | None], None],
+        owner: object = None,
     ) -> None:
         """Run `work` on a thread, then `done(result, error)` on the same thread."""
         with self._lock:  # on the caller's thread; Ctrl-C in a Condition's own steps would keep it
-            self._queue.append(Job(work, done))
+            self._queue.append(Job(work, done, owner))
             self._changed.notify()
             self._start_missing()
+
+    def withdraw(self, owner: object) -> bool:
+        """Forget the job of `owner`, which hears of nothing; False: no such job waits."""
+        with self._lock:
+            jobs = [job for job in self._queue if job.owner is owner]
+            for job in jobs:
+                self._queue.remove(job)
+            return bool(jobs)
 
     def tend(self) -> None:
         """Replace threads that are stuck while others wait. Cheap: called at each step."""
         if self._queue:
-            with self._changed:
+            with self._lock:
                 self._start_missing()
+
+    def rests(self, but_for: int) -> bool:
+        """Whether `but_for` jobs are begun, and no other is or is about to be."""
+        with self._lock:
+            unemployed = 0 if self._queue else self._idle
+            return self._started - unemployed == len(self._busy) == but_for
 
     def counts(self) -> tuple[int, int, int]:
         """(jobs that wait, threads at a job, those of them that are stuck)."""

@@ -103,12 +103,13 @@ class AdapterManager:
         lora_B_layout: str | None = None,
         load_inplace: bool = False,
         pinned: bool = False,
+        steps_go_on: bool = True,
     ) -> AdapterInfo:
         """Read an adapter to host memory and serve it as `name`; waits for the read.
 
         From the folder `path`, or from `tensors` with the `config` of their adapter. With
         `load_inplace`, a loaded `name` gets a new version: running requests finish on the old one.
-        Raises AdapterError and changes nothing when it is refused.
+        AdapterError, and no change, if it is refused: unless `steps_go_on`, also for want of room.
         """
         check_name(name, self._reserved)
         check_switches(load_inplace=load_inplace, pinned=pinned)
@@ -119,7 +120,7 @@ class AdapterManager:
                 version = self._versions.begin_load(name, source, load_inplace, pinned)
                 version.life.holds += 1  # nobody may drop what is read
                 self._host.ensure(version)
-            self._host.wait(version)
+            self._host.wait(version, steps_go_on)
         finally:
             with self._lock:
                 self._versions.end_load(name, source)
