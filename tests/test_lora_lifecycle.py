@@ -409,7 +409,7 @@ def test_steps_between_a_read_and_its_name_leave_a_pinned_adapter_alone(
 ) -> None:
     wait = manager._host.wait
 
-    def wait_and_step(version: Version, steps_go_on: bool) -> None:
+    def wait_and_step(version: Version, steps_go_on: Callable[[], bool]) -> None:
         wait(version, steps_go_on)
         for _ in range(3):
             manager.advance()

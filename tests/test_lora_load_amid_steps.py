@@ -14,7 +14,10 @@ from vexpert.engine.engine import Engine
 from vexpert.engine.llm import LLM
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import AdapterError
+from vexpert.lora.adapter_version import Version
 from vexpert.lora.manager import AdapterManager
+from vexpert.lora.pack import Allocate
+from vexpert.lora.source import HostCopy
 
 FULL = r"bytes\) is full of adapters that wait .*: step the engine.*--lora-host-memory"
 
@@ -129,6 +132,38 @@ def test_a_load_by_another_thread_waits_for_steps(
     crowd.run()
     load.join(30)
     assert loaded == [crowd.manager.resolve("new").version]
+    crowd.assert_nothing_is_left()
+
+
+def test_a_load_waits_once_another_thread_has_begun_to_step(
+    tmp_path: Path, size: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The thread that loads has stepped last, but others' requests fill the host, and they step."""
+    crowd = Crowd(tmp_path, size, wanted=8, readers=0)
+    crowd.engine.step()
+    host, is_full = crowd.manager._host, threading.Event()
+    load = host._load
+
+    def load_late(version: Version, allocate: Allocate) -> HostCopy:
+        if version.ref.name == "new":
+            assert is_full.wait(30)
+        return load(version, allocate)
+
+    monkeypatch.setattr(host, "_load", load_late)
+
+    def serve() -> None:
+        wait_for(lambda: crowd.manager.is_loading("new"))
+        crowd.ask()
+        is_full.set()
+        while crowd.engine.has_unfinished():
+            time.sleep(0.1)  # steps are slow beside looks at whether reads go on
+            crowd.engine.step()
+
+    other = threading.Thread(target=serve, daemon=True)
+    other.start()
+    version = crowd.load()
+    other.join(30)
+    assert version == crowd.manager.resolve("new").version
     crowd.assert_nothing_is_left()
 
 

@@ -57,7 +57,7 @@ def test_ctrl_c_in_a_load_changes_nothing(
     gate.shut = {"b"}
     gate.faults = {"b": AdapterError("12 keys have no place")} if is_broken else {}
 
-    def interrupt(version: Version, steps_go_on: bool) -> None:
+    def interrupt(version: Version, steps_go_on: Callable[[], bool]) -> None:
         wait_for(lambda: gate.inside >= {"b"})
         raise KeyboardInterrupt
 

@@ -36,7 +36,9 @@ class Load(threading.Thread):
 
     def run(self) -> None:
         try:
-            info = self._manager.load(self._path.name, self._path, steps_go_on=self._steps_go_on)
+            info = self._manager.load(
+                self._path.name, self._path, steps_go_on=lambda: self._steps_go_on
+            )
             self.result = info.state
         except AdapterError as error:
             self.result = str(error)
@@ -125,7 +127,7 @@ def test_a_copy_that_another_load_has_just_made_is_waited_for(
     manager, _ = full(tmp_path, copies=2)
     wait, go = manager._host.wait, threading.Event()
 
-    def wait_long(version: Version, steps_go_on: bool) -> None:
+    def wait_long(version: Version, steps_go_on: Callable[[], bool]) -> None:
         wait(version, steps_go_on)
         if version.ref.name == "b":
             assert go.wait(60)
@@ -156,12 +158,12 @@ def test_a_copy_on_its_way_to_the_device_needs_steps(
     path = folder(tmp_path, "b", 1)
     for _ in range(2):
         with pytest.raises(AdapterError, match=FULL):
-            manager.load("b", path, pinned=pinned, steps_go_on=False)
+            manager.load("b", path, pinned=pinned, steps_go_on=lambda: False)
         assert states(manager) == {("a", ref.version): "host"}
         assert not manager.is_loading("b")
         manager.check_integrity()
     assert_slot_is(manager, acquire(manager, ref), 0)
-    assert manager.load("b", path, pinned=pinned, steps_go_on=False).state == "host"
+    assert manager.load("b", path, pinned=pinned, steps_go_on=lambda: False).state == "host"
     finish(manager, ref)
     manager.check_integrity()
 
@@ -214,7 +216,7 @@ def test_ctrl_c_as_a_load_is_refused_keeps_no_lock_and_no_name(
         wait_for(lambda: len(manager._host._waiting) == len(others))
         try:
             was_interrupted = is_interrupted(
-                lambda: manager.load("z", path, steps_go_on=False), place
+                lambda: manager.load("z", path, steps_go_on=lambda: False), place
             )
         except (AdapterError, RuntimeError) as error:
             # Python's own, where Ctrl-C comes as a Condition lets go.

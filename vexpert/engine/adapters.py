@@ -1,7 +1,7 @@
 """What the engine asks of an adapter manager, and the manager of an engine without adapters."""
 
 import threading
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any, Protocol
 
 import torch
@@ -35,7 +35,7 @@ class AdapterSource(Protocol):
         lora_B_layout: str | None = None,
         load_inplace: bool = False,
         pinned: bool = False,
-        steps_go_on: bool = True,
+        steps_go_on: Callable[[], bool] = lambda: True,
     ) -> AdapterInfo:
         """Read an adapter, from a folder or from tensors with their config, and serve it.
 

@@ -77,7 +77,7 @@ class Engine:
         self._sampler = Sampler(config.seed)
         self._overlaps = model.info.device.type == "cuda" if overlap is None else overlap
         self._flight: Flight | None = None  # the step under way, if the last call left one
-        self._stepper: int | None = None  # thread that stepped last, or is about to be the first
+        self._stepper: int | None = None  # thread that steps, or is about to
         eos = model.info.eos_token_ids
         self._grammars = Grammars(self.tokenizer, model.info.vocab_size, eos)
         self._completer = Completer(self.tokenizer, eos, self.max_model_len)
@@ -106,8 +106,7 @@ class Engine:
         AdapterGoneError for one that cannot be read, AdapterReplacedError for a `version` that is
         not the newest. The output ends at max_model_len, whatever max_tokens allows.
         """
-        if self._stepper is None:
-            self._stepper = threading.get_ident()
+        self._stepper = threading.get_ident()
         if request_id in self._requests:
             raise RequestError(f"request id {request_id!r} is in use: choose another")
         vocab_size = self.model_info.vocab_size
@@ -318,8 +317,8 @@ class Engine:
         load_inplace, pinned; see `AdapterManager.load`. In the thread that steps it is refused
         where requests fill host memory with adapters that wait for the device: they need steps.
         """
-        steps_go_on = self._stepper != threading.get_ident()
-        return self._adapters.load(name, path, steps_go_on=steps_go_on, **options)
+        me = threading.get_ident()
+        return self._adapters.load(name, path, steps_go_on=lambda: self._stepper != me, **options)
 
     def register_adapter(self, name: str, path: str, **options: Any) -> AdapterInfo:
         """Serve the folder `path`, to be read at its first use; options as for `load_adapter`."""

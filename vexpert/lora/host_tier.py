@@ -103,16 +103,18 @@ class HostTier:
             except OSError as error:  # of files or processes there are too many: a load says so
                 logger.warning("no process to read adapters with can be started yet: %s", error)
 
-    def wait(self, version: Version, steps_go_on: bool) -> None:
+    def wait(self, version: Version, steps_go_on: Callable[[], bool]) -> None:
         """Until the read of `version` has ended, one way or the other.
 
-        Unless `steps_go_on` meanwhile, it fails where only they would make room for it.
+        Unless `steps_go_on` meanwhile, it fails where only they would make room for it. Asked at
+        each look: another thread may begin to step.
         """
-        pause = RECHECK if steps_go_on else LOOK
         with self._lock:  # a Condition's own steps to it are Python's: Ctrl-C there keeps it
-            while not self.changed.wait_for(lambda: version.life.state is not State.LOADING, pause):
+            while not self.changed.wait_for(
+                lambda: version.life.state is not State.LOADING, RECHECK if steps_go_on() else LOOK
+            ):
                 self._threads.tend()  # where no step does: nobody else may be served now
-                if not steps_go_on and self._needs_steps():
+                if not steps_go_on() and self._needs_steps():
                     self._break_off(version)
 
     def _needs_steps(self) -> bool:

@@ -103,7 +103,7 @@ class AdapterManager:
         lora_B_layout: str | None = None,
         load_inplace: bool = False,
         pinned: bool = False,
-        steps_go_on: bool = True,
+        steps_go_on: Callable[[], bool] = lambda: True,
     ) -> AdapterInfo:
         """Read an adapter to host memory and serve it as `name`; waits for the read.
 
