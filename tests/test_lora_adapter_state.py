@@ -29,6 +29,7 @@ def read(life: Life) -> None:
 ACTS: dict[Event, Callable[[Life], object]] = {
     Event.READ_BEGINS: Life.begin_read,
     Event.READ_ENDS: read,
+    Event.READ_IS_GIVEN_UP: Life.give_up_read,
     Event.COPY_BEGINS: Life.begin_copy,
     Event.COPY_ENDS: lambda life: life.end_copy(3, NBYTES),
     Event.LEAVES_DEVICE: Life.leave_device,

@@ -181,3 +181,27 @@ def test_an_llm_loads_whatever_fits_once_its_call_has_returned(tmp_path: Path, s
 
     on_a_thread(use)
     llm.engine.check_integrity()
+
+
+@pytest.mark.parametrize("readers", [0, 1])
+def test_a_read_that_nobody_wants_any_more_is_given_up(
+    readers: int, tmp_path: Path, size: int
+) -> None:
+    """Its requests go while it waits for room: the adapter is as it was, and serves the next."""
+    crowd = Crowd(tmp_path, size, wanted=4, readers=readers)
+    crowd.ask()
+    engine = crowd.engine
+    (last,) = [info.name for info in engine.adapters() if info.state == "loading"]
+    assert engine.abort(last)
+
+    def is_registered() -> bool:
+        return next(info for info in engine.adapters() if info.name == last).state == "registered"
+
+    wait_for(is_registered)
+    engine.check_integrity()
+    assert engine.stats().adapters.errors == 0
+    tokens = engine.tokenizer.encode("abc", add_special_tokens=False)
+    engine.add_request("again", None, tokens, SamplingParams(max_tokens=4), last)
+    crowd.run()
+    assert engine.stats().adapters.loads == 4
+    engine.check_integrity()

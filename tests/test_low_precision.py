@@ -25,8 +25,8 @@ from vexpert.engine.check import _Plain, _read
 from vexpert.lora.merge import merge_adapter
 from vexpert.models.served import TransformersModel
 
-# Of a generated token's log-probability, at the 99th percentile; or what WORSE allows, where bfloat16
-# is coarser: 8 random layers, whose routers' choices lie close together, cost PyTorch 5e-2.
+# Of a generated token's log-probability, at the 99th percentile; or what WORSE allows where
+# bfloat16 is coarser: 8 random layers cost PyTorch 5e-2.
 LIMIT = 2e-2
 WORSE = 1.5  # times PyTorch's own error in bfloat16
 DEVICES = [("cpu", 15), pytest.param("cuda", 100, marks=pytest.mark.gpu)]

@@ -28,6 +28,7 @@ class Event(enum.Enum):
 
     READ_BEGINS = "read begins"
     READ_ENDS = "read ends"
+    READ_IS_GIVEN_UP = "read is given up"
     COPY_BEGINS = "copy begins"
     COPY_ENDS = "copy ends"
     LEAVES_DEVICE = "leaves the device"
@@ -39,6 +40,7 @@ class Event(enum.Enum):
 AFTER: dict[Event, dict[State, State]] = {
     Event.READ_BEGINS: {State.REGISTERED: State.LOADING},
     Event.READ_ENDS: {State.LOADING: State.HOST},
+    Event.READ_IS_GIVEN_UP: {State.LOADING: State.REGISTERED},
     Event.COPY_BEGINS: {State.HOST: State.COPYING},
     Event.COPY_ENDS: {State.COPYING: State.BOTH},
     Event.LEAVES_DEVICE: {State.BOTH: State.HOST, State.DEVICE: State.REGISTERED},
@@ -123,6 +125,11 @@ class Life:
         self.history.loads += 1
         self.history.load_seconds = seconds
         self._apply(Event.READ_ENDS)
+
+    def give_up_read(self) -> None:
+        """Before it had host memory: it is in its files alone again."""
+        assert self.buffer is None, f"{self.state}: host memory is given back first"
+        self._apply(Event.READ_IS_GIVEN_UP)
 
     def begin_copy(self) -> None:
         self._apply(Event.COPY_BEGINS)

@@ -32,6 +32,10 @@ RECHECK = 1.0  # seconds between looks at whether a version that waits for memor
 LOOK = 0.02  # seconds between looks at whether reads go on, where nobody steps meanwhile
 
 
+class UnwantedError(AdapterError):
+    """Nobody wants any more what waits to be read."""
+
+
 class HostTier:
     """Reads versions into host memory. `lock` guards every Version and this object's fields.
 
@@ -219,9 +223,9 @@ class HostTier:
         return buffer
 
     def _wait_for_room(self, version: Version, finds_room: Callable[[], bool]) -> None:
-        """For a moment. AdapterError once nobody wants `version`, or if it was broken off."""
+        """For a moment. UnwantedError once nobody wants it; AdapterError if it was broken off."""
         if not may_wait_for_host(version):
-            raise AdapterError("host memory is full of adapters in use; load it again")
+            raise UnwantedError("host memory is full of adapters in use; load it again")
         self._waiting[version] = finds_room
         try:
             self.changed.wait(RECHECK)
@@ -264,6 +268,10 @@ class HostTier:
                 result, error = None, changed(version.source)  # its template was read meanwhile
             if result is not None:
                 self._take(version, *result)
+            elif isinstance(error, UnwantedError) and version.life.is_served:
+                version.life.give_up_read()  # its requests went away: the next one has it read
+                if version.life.holds:
+                    self.ensure(version)
             else:
                 assert error is not None
                 reason = f"adapter {version.ref.name!r}: {_reason(error)}"
