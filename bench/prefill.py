@@ -295,6 +295,9 @@ def check_whole(llm: LLM, ways: Ways, tokens: int) -> None:
         return [{token: entry.logprob for token, entry in row.items()} for row in rows]
 
     for names in ([None, None], ["x0", None]):
+        play(
+            names
+        )  # an adapter comes to the device: its prompt is a step later, and batched otherwise
         with ways("one by one"):
             wanted = play(names)
         for way in ("one by one", *WAYS):

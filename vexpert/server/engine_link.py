@@ -4,7 +4,7 @@ import asyncio
 import itertools
 import socket
 from collections.abc import Callable
-from typing import Any
+from typing import Any, cast
 
 from vexpert.server.progress import EngineFailedError
 from vexpert.server.wire import Message, new_unpacker, pack, read_error
@@ -25,7 +25,7 @@ class Link(asyncio.Protocol):
         self._numbers = itertools.count()
         self._calls: dict[int, asyncio.Future[Any]] = {}
         self._unsent: list[bytes] = []
-        self._transport: asyncio.Transport | None = None
+        self._transport: asyncio.WriteTransport | None = None
 
     @classmethod
     async def open(cls, sock: socket.socket, *callbacks: Callable[..., None]) -> "Link":
@@ -69,8 +69,8 @@ class Link(asyncio.Protocol):
     # What the event loop calls.
 
     def connection_made(self, transport: asyncio.BaseTransport) -> None:
-        assert isinstance(transport, asyncio.Transport)
-        self._transport = transport
+        # uvloop's transports are no subclasses of asyncio's: what they are is told, not looked at.
+        self._transport = cast(asyncio.WriteTransport, transport)
 
     def connection_lost(self, error: Exception | None) -> None:
         self._transport = None

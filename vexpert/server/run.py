@@ -183,6 +183,9 @@ def run(app: FastAPI, bound: socket.socket, on_ready: Callable[[], None]) -> int
         app,
         http=H11Protocol,  # bounds the size of headers, as the faster one does not
         ws="none",
+        # Not what happens to be installed: connections are accepted, counted and closed by what
+        # asyncio's own loop does, and its transports are what all of this is tested with.
+        loop="asyncio",
         log_config=None,
         access_log=False,  # requests_log.py writes it
         lifespan="on",
