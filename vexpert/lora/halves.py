@@ -10,7 +10,7 @@ from vexpert.lora.key_lists import counted, key_lines, partner
 from vexpert.lora.keys import Piece, Slots, parse_key
 from vexpert.lora.placing import Placed
 
-_EXPERT = re.compile(r"\.experts\.\d+\.")
+_EXPERT = re.compile(r"\.experts\.(?:0|[1-9][0-9]*)\.")
 _KINDS = (("A", "embedding_A"), ("B", "embedding_B"))
 
 Pieces = Mapping[int | None, Piece]  # by expert; None: of all experts

@@ -6,6 +6,7 @@ from difflib import get_close_matches
 
 import torch
 
+from vexpert.config import shown
 from vexpert.lora.key_lists import HOLE, fill, spans, split_numbers
 from vexpert.lora.keys import PREFIX, parse_key
 from vexpert.lora.names import Names
@@ -34,6 +35,7 @@ class Hints:
         hints = (
             self._renamed,
             self._one_expert,
+            self._spelling,
             self._number,
             self._prefix,
             self._other,
@@ -61,6 +63,17 @@ class Hints:
             "a full weight of one expert (modules_to_save) cannot be applied for one adapter "
             "alone: merge it into the base model"
         )
+
+    def _spelling(self, key: str) -> str:
+        """Where numbers are right but for how they are written, such as "00"."""
+        odd = {word: plain for word in key.split(".") if (plain := _plain(word)) != word}
+        if not odd:
+            return ""
+        words = [odd.get(word, word) for word in key.split(".")]
+        if not self._is_known(".".join(words)):
+            return ""
+        old, new = next(iter(odd.items()))
+        return f"models number their modules 0, 1, 2, ...: write {new} in place of {shown(old)}"
 
     def _number(self, key: str) -> str:
         """Where another layer, or another expert, has such a module."""
@@ -114,6 +127,14 @@ def _layers(numbers: Iterable[int]) -> str:
     if is_row:
         return f"layers {found[0]} to {found[-1]}"
     return f"layer {found[0]} alone" if len(found) == 1 else f"layers {spans(found)}"
+
+
+def _plain(word: str) -> str:
+    """`word` as models number their modules, where Python takes it for a whole number."""
+    try:
+        return str(int(word))
+    except ValueError:  # also of one with too many digits
+        return word
 
 
 def _readable(general: str) -> str:

@@ -156,7 +156,8 @@ def _split(rest: str) -> tuple[str, int | None]:
 
 
 def _is_index(word: str) -> bool:
-    return word.isascii() and word.isdigit() and len(word) < 7
+    """Whether a model may number a module so: "00" is none of it, nor a number in other digits."""
+    return word.isascii() and word.isdigit() and len(word) < 7 and word in ("0", word.lstrip("0"))
 
 
 def names_of(path: str, model_type: str) -> tuple[str, ...]:
