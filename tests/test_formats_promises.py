@@ -211,6 +211,36 @@ def test_modules_to_save_of_one_layer(tmp_path):
     )
 
 
+@pytest.mark.parametrize(
+    ("names", "told"),
+    [
+        (["score"], "names 'score', which no"),
+        (["lm_head."], "names 'lm_head.', which no"),
+        (["score", "gate", "classifier"], "names 'score', 'classifier', which no"),
+        ([f"head{i}" for i in range(9)], "'head4' and 4 more, which no"),
+    ],
+)
+def test_modules_to_save_that_the_model_lacks(tmp_path, names, told):
+    """Such as the heads that PEFT adds to the names for other tasks."""
+    found = read(tmp_path, keys={**KEYS, **gates()}, modules_to_save=names)
+    assert [told in warning for warning in found.warnings] == [True]
+    assert "module of the model is called: without effect" in found.warnings[0]
+
+
+@pytest.mark.parametrize("name", ["head", "", "_head"])
+def test_modules_to_save_by_a_part_of_a_word(tmp_path, name):
+    """PEFT takes every module whose name ends so."""
+    refused(tmp_path, f"modules_to_save names '{name}', but", modules_to_save=[name])
+    keys = {**KEYS, f"{P}lm_head.weight": torch.ones(40, 16)}
+    if name:
+        assert read(tmp_path, keys=keys, modules_to_save=[name]).warnings == ()
+
+
+def test_tokens_of_a_module_that_the_model_lacks(tmp_path):
+    found = read(tmp_path, trainable_token_indices={"score": [1], "embed_tokens": []})
+    assert [("trainable_token_indices names 'score'" in text) for text in found.warnings] == [True]
+
+
 def test_a_bare_list_of_tokens_is_of_the_input_embedding(tmp_path):
     table = replace(TARGETS.targets["model.embed_tokens"], path="model.embed_in")
     others = {p: t for p, t in TARGETS.targets.items() if p != "model.embed_tokens"}

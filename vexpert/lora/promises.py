@@ -38,10 +38,12 @@ class Found:
 
 def check_promises(config: AdapterConfig, targets: TargetMap, found: Found) -> list[str]:
     """Warnings of what may be missing; AdapterError for what PEFT always saves."""
-    _check_full(config, targets, found)
-    _check_tokens(config, targets, found)
+    notes = [
+        *_unknown("modules_to_save", _check_full(config, targets, found)),
+        *_unknown("trainable_token_indices", _check_tokens(config, targets, found)),
+    ]
     _check_biases(config, targets, found)
-    return _check_factors(config, targets, found)
+    return [*notes, *_check_factors(config, targets, found)]
 
 
 def ends(paths: Iterable[str], name: str) -> bool:
@@ -58,27 +60,52 @@ def _incomplete(field: str, name: str, missing: Iterable[str] = ()) -> AdapterEr
     )
 
 
-def _check_full(config: AdapterConfig, targets: TargetMap, found: Found) -> None:
+def _unknown(field: str, names: list[str]) -> list[str]:
+    """A warning of names that are of nothing in the model, such as heads for other tasks."""
+    if not names:
+        return []
+    return [
+        f"adapter_config.json: {field} names {_listed(names)}, which no module of the model is "
+        "called: without effect"
+    ]
+
+
+def _check_full(config: AdapterConfig, targets: TargetMap, found: Found) -> list[str]:
+    """The names in modules_to_save that no module of the model has."""
+    if not config.modules_to_save:
+        return []
     known = {name.rpartition(".")[0] for name in targets.parameters} | targets.targets.keys()
     names = {  # modules_to_save may have thousands of names
-        path: [f".{name}." for name in names_of(path, targets.model_type)]
-        for path in sorted(known - found.full_modules)
+        path: [f".{name}." for name in names_of(path, targets.model_type)] for path in sorted(known)
     }
+    full = found.full_modules
+    text = "\n".join(other for called in names.values() for other in called)
+    unknown = []
     for name in config.modules_to_save:
-        wanted = f".{name}."
-        missing = [
-            path for path, called in names.items() if all(wanted in other for other in called)
-        ]
-        if missing:
-            raise _incomplete("modules_to_save", name, missing)
+        # A whole word, or else, by PEFT's rule, the end of one.
+        for wanted in (f".{name}.", f"{name}."):
+            if wanted not in text:  # most that are of nothing, at one look
+                continue
+            having = [path for path, called in names.items() if any(wanted in n for n in called)]
+            missing = [p for p in having if p not in full and all(wanted in n for n in names[p])]
+            if missing:
+                raise _incomplete("modules_to_save", name, missing)
+            if having:
+                break
+        else:
+            unknown.append(name)
+    return unknown
 
 
-def _check_tokens(config: AdapterConfig, targets: TargetMap, found: Found) -> None:
+def _check_tokens(config: AdapterConfig, targets: TargetMap, found: Found) -> list[str]:
+    """The names in trainable_token_indices that no module of the model has."""
+    unknown = []
     for name in config.token_indices:
-        if not ends(targets.targets, name) or ends(found.tokens, name):
-            continue
-        if not _is_shared(name, config, targets, found):
+        if not ends(targets.targets, name):
+            unknown.append(name)
+        elif not (ends(found.tokens, name) or _is_shared(name, config, targets, found)):
             raise _incomplete("trainable_token_indices", name)
+    return unknown
 
 
 def _is_shared(name: str, config: AdapterConfig, targets: TargetMap, found: Found) -> bool:
