@@ -9,7 +9,14 @@ from pathlib import Path
 import pytest
 import regex
 import torch
-from helpers_writers import fused_keys, linear_keys, random_adapter, save, tiny_map
+from helpers_writers import (
+    fused_keys,
+    linear_keys,
+    per_expert_keys,
+    random_adapter,
+    save,
+    tiny_map,
+)
 
 from vexpert.errors import AdapterError
 from vexpert.lora.json_files import parse_json
@@ -213,3 +220,23 @@ def test_a_key_twice_among_many_is_found_fast():
 def test_too_many_or_long_layers_patterns(tmp_path, patterns):
     with pytest.raises(AdapterError, match=r"layers_pattern=.* at most 20 names of at most 200"):
         scale(tmp_path, V, layers_to_transform=[0], layers_pattern=patterns)
+
+
+@pytest.mark.parametrize(
+    ("fields", "told"),
+    [
+        ({"alpha_pattern": {"q_proj": 0, "v_proj": 0}}, "q_proj"),
+        ({"alpha_pattern": {"q_proj": 0.0}}, "q_proj"),
+        ({"lora_alpha": 0, "alpha_pattern": {"q_proj": 4}}, "up_proj"),
+        ({"lora_alpha": 0, "alpha_pattern": {"q_proj": 4, ".*": 2}}, ""),
+        ({"alpha_pattern": {"q_proj": 4}}, ""),
+    ],
+)
+def test_modules_whose_alpha_is_zero(tmp_path, fields, told):
+    wanted = random_adapter(TARGETS, 2, 4.0, torch.Generator().manual_seed(0))
+    keys = {**linear_keys(wanted, TARGETS), **per_expert_keys(wanted, TARGETS)}
+    keys = {k: x for k, x in keys.items() if any(f"{n}_proj" in k for n in ("q", "v", "up"))}
+    folder = save(tmp_path, keys, r=2, **{"lora_alpha": 8, **fields})
+    found = [text for text in read_adapter(folder, TARGETS).warnings if "an alpha of 0" in text]
+    assert len(found) == bool(told)
+    assert all(told in text and text.endswith("change nothing") for text in found)

@@ -319,6 +319,11 @@ def _warnings(context: Context) -> tuple[str, ...]:
             f"lora_A is zero in {len(context.zero_a)} of {context.pairs} pairs, "
             f"{_some(context.zero_a)}: they change nothing (a shard that was not gathered?)"
         )
+    if context.idle:
+        found.append(
+            f"lora_alpha and alpha_pattern give {counted(len(context.idle), 'module')} of the file "
+            f"an alpha of 0, {_some([*context.idle])}: they change nothing"
+        )
     if context.assumed:
         more = len(context.assumed) - 1
         found.append(next(iter(context.assumed)) + (f" ({more} more like this)" if more else ""))

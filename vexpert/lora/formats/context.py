@@ -29,6 +29,7 @@ class Context:
     zero_a: list[str] = field(default_factory=list)  # names of pairs whose A is zero
     other_ranks: dict[str, None] = field(default_factory=dict)  # rank is not what the config says
     assumed: dict[str, None] = field(default_factory=dict)  # of the order of patterns
+    idle: dict[str, None] = field(default_factory=dict)  # names whose alpha is 0, by some pattern
     is_layout_used: bool = False  # some lora_B has a layout that its shape does not tell
 
     def note_format(self, name: str) -> None:
@@ -45,6 +46,8 @@ class Context:
         notes: list[str] = []
         scale = self.config.scale(name, rank, notes)
         self.assumed.update(dict.fromkeys(notes))
+        if scale == 0.0 and self.config.alpha_pattern:
+            self.idle[name] = None
         return scale
 
     def linear_name(self, module: str) -> str:
