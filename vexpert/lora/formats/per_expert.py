@@ -7,7 +7,7 @@ Stacked (Tinker, SGLang): experts.gate_proj.lora_A [E or 1, r, in], lora_B [E or
 Mixed (Megatron-Bridge's shared outer): one side stacked with a leading 1, the other per expert.
 """
 
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
 import torch
@@ -23,6 +23,7 @@ from vexpert.lora.formats.context import (
     split_rows,
 )
 from vexpert.lora.formats.fused import finish_pair
+from vexpert.lora.key_lists import spans
 from vexpert.lora.keys import Piece, Slots
 from vexpert.lora.types import ExpertsTarget, Factors, PerExpertFactors
 
@@ -40,6 +41,11 @@ class Side:
 
     tensor: torch.Tensor  # [E or 1, r, in] or [E or 1, out, r]; may be a view of the file
     ranks: dict[int, int] | None  # rank by expert where keys are per expert, else None
+    rank: int  # of `tensor`: the largest
+
+    def rank_of(self, expert: int | None) -> int:
+        """The rank of one expert; None: of all together."""
+        return self.rank if self.ranks is None or expert is None else self.ranks[expert]
 
 
 def read_experts(
@@ -81,17 +87,7 @@ def read_projection(
     inputs, outputs = dimensions(target, projection)
     a = _side(target, a_pieces, inputs, False)
     b = _side(target, b_pieces, outputs, True)
-    rank = a.tensor.shape[1]
-    if rank != b.tensor.shape[2]:
-        raise AdapterError(
-            f"{_shapes(a_pieces, b_pieces)}: lora_A has rank {rank}, lora_B {b.tensor.shape[2]}; "
-            "the file is broken, save the adapter again"
-        )
-    if a.ranks is not None and b.ranks is not None and a.ranks != b.ranks:
-        expert = next(e for e, rank in a.ranks.items() if b.ranks[e] != rank)
-        raise AdapterError(
-            f"{shapes(a_pieces[expert], b_pieces[expert])}: lora_A and lora_B differ in rank"
-        )
+    _check_ranks(a_pieces, b_pieces, a, b)
     context.note_format(_format_name(a, b))
     scale, b_tensor = _scaled(target, a_pieces, b_pieces, a, b, context)
     name = f"{target.path}.{projection}"
@@ -146,6 +142,23 @@ def read_magnitudes(
     return {"gate": gate.squeeze(-1).contiguous(), "up": up.squeeze(-1).contiguous()}
 
 
+def _check_ranks(a_pieces: Pieces, b_pieces: Pieces, a: Side, b: Side) -> None:
+    """AdapterError that names an expert whose lora_A and lora_B differ in rank."""
+    experts: Iterable[int | None] = a.ranks or b.ranks or [None]
+    odd = [expert for expert in experts if a.rank_of(expert) != b.rank_of(expert)]
+    if not odd:
+        return
+    first, *others = sorted(odd, key=lambda expert: expert or 0)
+    pieces = (side.get(first) or side[None] for side in (a_pieces, b_pieces))
+    more = spans(expert for expert in others if expert is not None)
+    whose = "expert" if len(others) == 1 else "experts"
+    also = f", and those of {whose} {more} differ too" if others else ""
+    raise AdapterError(
+        f"{shapes(*pieces)}: lora_A has rank {a.rank_of(first)}, lora_B {b.rank_of(first)}{also}; "
+        "the file is broken, save the adapter again"
+    )
+
+
 def _side(target: ExpertsTarget, pieces: Pieces, size: int, is_b: bool) -> Side:
     """`pieces` as one tensor. `size` is in_features for A, out_features for B."""
     if None in pieces:
@@ -153,7 +166,8 @@ def _side(target: ExpertsTarget, pieces: Pieces, size: int, is_b: bool) -> Side:
             raise AdapterError(
                 f"{pieces[None].key}: the file also holds the same factor of single experts"
             )
-        return Side(_stacked(target, pieces[None], size, is_b), None)
+        x = _stacked(target, pieces[None], size, is_b)
+        return Side(x, None, x.shape[2 if is_b else 1])
     return _per_expert(target, {e: p for e, p in pieces.items() if e is not None}, size, is_b)
 
 
@@ -182,7 +196,8 @@ def _per_expert(target: ExpertsTarget, pieces: dict[int, Piece], size: int, is_b
     tensors = {expert: piece.tensor for expert, piece in pieces.items()}
     if len({x.dtype for x in tensors.values()}) > 1:
         tensors = {expert: x.float() for expert, x in tensors.items()}
-    return Side(_stack(target.num_experts, tensors, max(ranks.values()), size, is_b), ranks)
+    rank = max(ranks.values())
+    return Side(_stack(target.num_experts, tensors, rank, size, is_b), ranks, rank)
 
 
 def _stack(
@@ -223,7 +238,3 @@ def _format_name(a: Side, b: Side) -> str:
     if all(per_expert):
         return "per expert"
     return "shared outer, per expert" if any(per_expert) else "stacked experts"
-
-
-def _shapes(a: Pieces, b: Pieces) -> str:
-    return shapes(next(iter(a.values())), next(iter(b.values())))
