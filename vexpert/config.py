@@ -30,6 +30,13 @@ def cut(text: str, longest: int) -> str:
     return text if len(text) <= longest else f"{text[:longest]}..."
 
 
+def printable(text: str) -> str:
+    """A name from a file for a message that shows it without quotes: no newlines, no escapes."""
+    if text.isprintable():
+        return text
+    return "".join(c if c.isprintable() else repr(c)[1:-1] for c in text)
+
+
 def first_line(error: Exception) -> str:
     """What went wrong, without the lines that libraries add."""
     return (str(error) or type(error).__name__).splitlines()[0]

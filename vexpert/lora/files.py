@@ -9,7 +9,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from vexpert.config import first_line, shown
+from vexpert.config import first_line, printable, shown
 from vexpert.errors import AdapterError
 from vexpert.lora.header import Entry
 from vexpert.lora.json_files import MAX_INDEX_BYTES, check_pointer, check_regular, read_json
@@ -71,7 +71,8 @@ def check_tensors(source: str, tensors: Tensors) -> None:
             f"{source}: the weights file holds no tensor: nothing would be applied; save the "
             "adapter again (sharded training must gather the weights first)"
         )
-    for key, tensor in tensors.items():
+    for name, tensor in tensors.items():
+        key = printable(name)
         if tensor.dtype not in DTYPES:
             wanted = ", ".join(str(dtype).removeprefix("torch.") for dtype in DTYPES)
             raise AdapterError(f"{key} has dtype {tensor.dtype}: must be one of {wanted}")
@@ -136,7 +137,7 @@ def _read_shards(folder: Path) -> Tensors:
         shard = _read_safetensors(folder / name)
         twice = sorted(tensors.keys() & shard.keys())
         if twice:
-            raise AdapterError(f"{folder}: two shards hold {twice[0]}")
+            raise AdapterError(f"{folder}: two shards hold {printable(twice[0])}")
         tensors.update(shard)
     different = sorted(weight_map.keys() ^ tensors.keys())
     if different:
@@ -215,8 +216,9 @@ def _unpacked_bytes(path: Path, file: BinaryIO) -> int:
     return nbytes
 
 
-def _plain(key: str, tensor: torch.Tensor) -> torch.Tensor:
+def _plain(name: str, tensor: torch.Tensor) -> torch.Tensor:
     """`tensor` as rows in memory; AdapterError for kinds of tensors that are none."""
+    key = printable(name)
     dense = tensor.layout is torch.strided and not tensor.is_nested and not tensor.is_quantized
     if not dense or tensor.device.type != "cpu":
         kind = "nested" if tensor.is_nested else str(tensor.layout).removeprefix("torch.")

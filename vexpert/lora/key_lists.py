@@ -6,7 +6,7 @@ from itertools import groupby
 from math import prod
 from typing import NamedTuple
 
-from vexpert.config import cut
+from vexpert.config import cut, printable
 
 MOST_LINES = 40  # of one message
 MOST_LETTERS = 500  # of one line
@@ -22,7 +22,7 @@ Numbers = tuple[int, ...]
 class KeyGroup(NamedTuple):
     """Keys that differ in their numbers alone, or in lora_A and lora_B."""
 
-    text: str  # stands for exactly these keys
+    text: str  # stands for exactly these keys; `printable`
     size: int  # keys
     general: str  # the name with HOLE for each number
 
@@ -49,7 +49,7 @@ def grouped(keys: Iterable[str]) -> list[KeyGroup]:
         general, numbers = split_numbers(both)
         found.setdefault(general, {})[numbers] = None
     return [
-        KeyGroup(fill(general, map(_set, sets)), _count(general, sets), general)
+        KeyGroup(printable(fill(general, map(_set, sets))), _count(general, sets), general)
         for general, members in found.items()
         for sets in _products(list(members))
     ]

@@ -5,6 +5,8 @@ from typing import NamedTuple
 
 import torch
 
+from vexpert.config import printable
+
 # Wrappers that trainers leave in module paths; they name no module of the model.
 WRAPPERS = ("_orig_mod.", "_fsdp_wrapped_module.", "_checkpoint_wrapped_module.")
 PREFIX = "base_model.model."  # of PEFT's keys
@@ -30,7 +32,7 @@ class Piece(NamedTuple):
     or "param" for a full parameter, named `param`, kept by `holder`.
     """
 
-    key: str
+    key: str  # for messages: what a terminal would act upon is escaped
     module: str  # as the file names it, without PEFT's prefix
     part: str
     tensor: torch.Tensor  # [...]: shape and dtype are the file's
@@ -59,7 +61,7 @@ def parse_key(key: str, tensor: torch.Tensor) -> Piece | None:
     if found is None:
         return None
     module, part, holder, param, adapter = found
-    return Piece(key, module, part, tensor, holder, param, adapter)
+    return Piece(printable(key), module, part, tensor, holder, param, adapter)
 
 
 @functools.lru_cache(maxsize=1 << 16)  # a model's adapters have thousands of keys in common

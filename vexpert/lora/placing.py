@@ -3,6 +3,7 @@
 from dataclasses import dataclass, field
 from typing import TypeVar
 
+from vexpert.config import printable
 from vexpert.errors import AdapterError
 from vexpert.lora.files import Tensors
 from vexpert.lora.formats.full import parameter_shape
@@ -49,7 +50,7 @@ def place(tensors: Tensors, targets: TargetMap) -> Placed:
         if piece.part not in ("param", "tokens"):
             placed.factors[piece.module] = found
         if piece.adapter:
-            adapters.add(piece.adapter)
+            adapters.add(printable(piece.adapter))
     if lost:
         raise AdapterError(_lost_message(lost, names, targets))
     if fixed:

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import torch
 
+from vexpert.config import printable
 from vexpert.lora.adapter_config import AdapterConfig, read_config
 from vexpert.lora.files import Tensors, read_tensors
 from vexpert.lora.key_lists import HOLE, grouped, split_numbers
@@ -87,7 +88,7 @@ def file_rows(tensors: Tensors) -> tuple[FileRow, ...]:
 
 def _together(general: str, modules: list[str]) -> str:
     groups = grouped(modules)
-    return groups[0].text if len(groups) == 1 else general.replace(HOLE, "N")
+    return groups[0].text if len(groups) == 1 else printable(general.replace(HOLE, "N"))
 
 
 def _module(key: str, tensor: torch.Tensor) -> tuple[str, str]:
@@ -95,7 +96,7 @@ def _module(key: str, tensor: torch.Tensor) -> tuple[str, str]:
     module, part = (key, "not understood") if piece is None else (piece.module, piece.part)
     if piece is not None and part == "param":
         part = piece.param
-    return module, part
+    return module, printable(part)
 
 
 def producer(config: AdapterConfig, tensors: Tensors) -> str:
