@@ -1,10 +1,12 @@
 """An adapter that comes as tensors, from a trainer in this process, instead of as files."""
 
 import json
+import numbers
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 
 from vexpert.config import shown
@@ -95,10 +97,20 @@ def _plain(fields: Mapping[str, Any]) -> dict[str, Any]:
     """The fields as JSON would hold them: PEFT's own config has sets and enums."""
     try:
         plain: dict[str, Any] = json.loads(json.dumps(dict(fields), default=_as_json))
-    except (TypeError, ValueError) as error:
+    except (TypeError, ValueError, OverflowError) as error:
         raise AdapterError(f"config cannot be written as JSON: {error}") from None
     return plain
 
 
 def _as_json(value: Any) -> Any:
-    return sorted(value) if isinstance(value, set | frozenset) else str(value)
+    """A set as a list, numpy's numbers as Python's, anything else as text."""
+    match value:
+        case set() | frozenset():
+            return sorted(value)
+        case np.bool_():
+            return bool(value)
+        case numbers.Integral():
+            return int(value)
+        case numbers.Real():
+            return float(value)
+    return str(value)
