@@ -56,10 +56,26 @@ def test_a_path_that_no_file_has(path: str) -> None:
         observe(Path(path))
 
 
-def test_a_link_to_nothing_is_refused(tmp_path: Path) -> None:
-    (tmp_path / "adapter_config.json").symlink_to(tmp_path / "gone")
-    with pytest.raises(AdapterError, match="cannot be read"):
+LEADS_NOWHERE = {
+    "gone": r"is a link to 'gone', which is not there",
+    "itself": r"is a link to 'itself', which leads back to itself",
+    "file/gone": r"is a link to 'file/gone', which is not there",
+    "x" * 300: r"is a link to 'xxx[^\n]*, which is not there",
+}
+
+
+@pytest.mark.parametrize("target", LEADS_NOWHERE)
+@pytest.mark.parametrize("name", ["adapter_config.json", SAFETENSORS])
+def test_a_link_that_leads_nowhere_is_named(tmp_path: Path, name: str, target: str) -> None:
+    (tmp_path / "file").write_text("")
+    (tmp_path / "itself").symlink_to("itself")
+    (tmp_path / name).symlink_to(target)
+    told = rf"/{name} {LEADS_NOWHERE[target]}: copy the file itself"
+    with pytest.raises(AdapterError, match=told):
         observe(tmp_path)
+    read = read_json if name.endswith("json") else read_tensors
+    with pytest.raises(AdapterError, match=told):
+        read(tmp_path / name if name.endswith("json") else tmp_path)
 
 
 def test_files_written_again_with_their_size_and_time(tmp_path: Path) -> None:

@@ -56,10 +56,9 @@ def read_tensors(folder: Path) -> Tensors:
 
 def _exists(path: Path) -> bool:
     try:
-        is_there = path.exists()
-        if not is_there and path.is_symlink():
-            raise AdapterError(f"{path} is a link that leads nowhere: copy the file itself")
-        return is_there
+        if path.is_symlink():
+            check_regular(path)
+        return path.exists()
     except OSError as error:  # a folder that may not be searched
         raise _unreadable(path, error) from None
 

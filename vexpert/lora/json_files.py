@@ -1,6 +1,8 @@
 """JSON objects of an adapter folder, read with care for what such a folder may hold."""
 
+import errno
 import json
+import os
 import stat
 from collections import Counter
 from pathlib import Path
@@ -10,15 +12,31 @@ from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.opening import open_file
 
+# What `stat` says of a link to what is not there, or to itself.
+LOST = frozenset({errno.ENOENT, errno.ENOTDIR, errno.ELOOP, errno.ENAMETOOLONG})
+
 
 def check_regular(path: Path) -> None:
     """AdapterError if `path`, links followed, is a pipe, socket or device: to open it may hang.
 
-    A folder passes: the reader's own error says more. Raises OSError as `stat` does.
+    A folder passes: the reader's own error says more. Raises OSError as `stat` does, but for a link
+    that leads nowhere: the error of a file that is not there would be said of what is.
     """
-    mode = path.stat().st_mode
+    try:
+        mode = path.stat().st_mode
+    except OSError as error:
+        if error.errno in LOST and path.is_symlink():
+            raise _lost(path, error) from None
+        raise
     if not (stat.S_ISREG(mode) or stat.S_ISDIR(mode)):
         raise AdapterError(f"{path} is not a regular file: copy the adapter's own files there")
+
+
+def _lost(link: Path, error: OSError) -> AdapterError:
+    leads = "leads back to itself" if error.errno == errno.ELOOP else "is not there"
+    return AdapterError(
+        f"{link} is a link to {shown(os.readlink(link))}, which {leads}: copy the file itself there"
+    )
 
 
 POINTER = b"version https://git-lfs.github.com/spec/"

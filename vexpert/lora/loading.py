@@ -5,6 +5,7 @@ stuck is replaced, up to a limit, so that it does not hold up the other adapters
 """
 
 import contextlib
+import functools
 import sys
 import threading
 import time
@@ -12,6 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from vexpert.at_exit import start_daemon
 from vexpert.log import get_logger
 
 logger = get_logger(__name__)
@@ -44,6 +46,7 @@ class LoaderPool:
         self._busy: dict[int, float] = {}  # thread ident -> when it began its job, monotonic
         self._started = 0
         self._is_told = False  # that a thread cannot be started
+        self._ended = 0  # times that threads were told to end; each heeds those after its start
 
     def submit(
         self,
@@ -77,6 +80,12 @@ class LoaderPool:
             unemployed = 0 if self._queue else self._idle
             return self._started - unemployed == len(self._busy) == but_for
 
+    def end_threads(self) -> None:
+        """Have the threads that are there end after their job. What comes later gets new ones."""
+        with self._lock:
+            self._ended += 1
+            self._changed.notify_all()
+
     def counts(self) -> tuple[int, int, int]:
         """(jobs that wait, threads at a job, those of them that are stuck)."""
         with self._changed:
@@ -91,7 +100,8 @@ class LoaderPool:
         wanted = min(len(self._queue) - self._idle, self._threads - (alive - self._stuck()))
         try:
             for _ in range(min(wanted, self._most - alive)):
-                threading.Thread(target=self._run, name="vexpert-loader", daemon=True).start()
+                run = functools.partial(self._run, self._ended)
+                start_daemon(run, "vexpert-loader", self)
                 self._started += 1
         except RuntimeError as error:  # the system has no room for one; `tend` tries again
             if not self._is_told:
@@ -100,24 +110,25 @@ class LoaderPool:
         else:
             self._is_told = False
 
-    def _run(self) -> None:
+    def _run(self, ended: int) -> None:
         try:
-            while (job := self._next()) is not None:
+            while (job := self._next(ended)) is not None:
                 self._do(job)
                 # What a job holds, such as a whole file, must not live on in an idle thread.
                 del job
         finally:
             with self._changed:
                 self._started -= 1
-                self._start_missing()
+                if ended == self._ended:
+                    self._start_missing()
 
-    def _next(self) -> Job | None:
+    def _next(self, ended: int) -> Job | None:
         with self._changed:
             if not self._queue:
                 self._idle += 1
-                self._changed.wait_for(lambda: bool(self._queue), IDLE_END)
+                self._changed.wait_for(lambda: self._queue or ended != self._ended, IDLE_END)
                 self._idle -= 1
-            if not self._queue:
+            if not self._queue or ended != self._ended:
                 return None
             self._busy[threading.get_ident()] = time.monotonic()
             return self._queue.popleft()

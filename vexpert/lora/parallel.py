@@ -8,10 +8,11 @@ import contextlib
 import itertools
 import os
 import sys
-import threading
 from collections.abc import Callable, Sequence
 
 import torch
+
+from vexpert.at_exit import start_daemon
 
 MOST_THREADS = 8
 
@@ -47,9 +48,7 @@ def run_all(tasks: Sequence[Callable[[], None]], threads: int | None = None) -> 
         with contextlib.suppress(BaseException), torch.inference_mode(mode):  # raised again below
             work()
 
-    helpers = [threading.Thread(target=guarded, daemon=True) for _ in range(count - 1)]
-    for helper in helpers:
-        helper.start()
+    helpers = [start_daemon(guarded, "vexpert-parallel", None) for _ in range(count - 1)]
     guarded()
     for helper in helpers:
         helper.join()

@@ -7,6 +7,7 @@ arrived: at 1 MiB the steps' 99th percentile stays within 3%. A kernel that copi
 (`bench/copy_beside_steps.py`). On a CPU a slice is a plain copy between two steps.
 """
 
+import functools
 import queue
 import threading
 import weakref
@@ -14,6 +15,7 @@ from typing import Protocol
 
 import torch
 
+from vexpert.at_exit import start_daemon
 from vexpert.lora.host_memory import PIN_BYTES
 
 SLICE_BYTES = 8 << 20  # most bytes of one copy; 160 us at 50 GB/s
@@ -80,11 +82,13 @@ class Copier:
     def start(self) -> None:
         """Have the thread. RuntimeError where the system has no room for one."""
         if self._thread is None:
-            thread = threading.Thread(
-                target=_serve, args=(self._jobs, self._device), name="vexpert-copier", daemon=True
-            )
-            thread.start()
-            self._thread = thread
+            serve = functools.partial(_serve, self._jobs, self._device)
+            self._thread = start_daemon(serve, "vexpert-copier", self)
+
+    def end_threads(self) -> None:
+        """Have the thread end after the copies it has; those that come later get a new one."""
+        self._thread = None
+        self._jobs.put(None)
 
     def put(self, transfer: "ThreadTransfer") -> None:
         """Copy `transfer` when those before it are done; `start` comes first."""

@@ -6,6 +6,7 @@ from collections.abc import Callable
 from concurrent.futures import Future
 from typing import Any, TypeVar
 
+from vexpert.at_exit import start_daemon
 from vexpert.server.progress import OverloadedError
 
 T = TypeVar("T")
@@ -45,7 +46,7 @@ class DaemonPool:
 
     def _start(self, name: str) -> None:
         try:
-            threading.Thread(target=self._run, name=name, daemon=True).start()
+            start_daemon(self._run, name, self)
             self._threads += 1
         except RuntimeError as error:
             if not self._threads:  # else one of those that are there does it
@@ -61,6 +62,10 @@ class DaemonPool:
                 future.cancel()
             self._waiting.clear()
             self._lock.notify_all()
+
+    def end_threads(self) -> None:
+        """The process ends."""
+        self.close()
 
     def _run(self) -> None:
         while (work := self._next()) is not None:
