@@ -169,8 +169,7 @@ class AdapterManager:
         check_seconds(drain_seconds)
         with self._lock:
             version = self._versions.newest(name)
-            if drain_seconds is not None and version.life.holds:
-                self._endings.end_after(version, drain_seconds)
+            self._endings.begin_unload(version, drain_seconds)
             self._retire(version, is_replaced=False)
 
     def unload_version(self, ref: AdapterRef) -> bool:
