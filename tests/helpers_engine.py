@@ -21,7 +21,7 @@ from vexpert.engine.engine import Engine
 from vexpert.engine.llm import LLM
 from vexpert.engine.outputs import RequestOutput
 from vexpert.engine.sampling_params import SamplingParams
-from vexpert.errors import AdapterError, AdapterNotFoundError
+from vexpert.errors import AdapterNameError, AdapterNotFoundError
 from vexpert.lora.adapter_version import check_newest
 from vexpert.lora.chat_template import ChatTemplate
 from vexpert.lora.listing import Listing
@@ -71,7 +71,7 @@ class FakeManager:
         **options: Any,
     ) -> AdapterInfo:
         if name in self.current and not load_inplace:
-            raise AdapterError(f"adapter {name!r} is already loaded")
+            raise AdapterNameError(f"adapter {name!r} is already loaded")
         ref = AdapterRef(name, next(self._versions))
         self.current[name] = ref
         assert path is not None

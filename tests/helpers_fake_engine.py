@@ -21,6 +21,7 @@ from vexpert.engine.outputs import CompletionOutput, EngineStats, Logprob, Reque
 from vexpert.engine.sampling_params import SamplingParams
 from vexpert.errors import (
     AdapterError,
+    AdapterNameError,
     AdapterNotFoundError,
     AdapterReplacedError,
     RequestError,
@@ -277,7 +278,7 @@ class FakeEngine:
         self.before_load.get(name, lambda: None)()
         time.sleep(self.load_seconds)
         if name in self._adapters and not load_inplace:
-            raise AdapterError(f"adapter {name!r} is loaded already; set load_inplace")
+            raise AdapterNameError(f"adapter {name!r} is loaded already; set load_inplace")
         if not (Path(path) / "adapter_config.json").is_file() and path != "bundled":
             raise AdapterError(f"{path}: no adapter_config.json there; give an adapter's folder")
         self._templates[name] = read_template(Path(path))

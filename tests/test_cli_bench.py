@@ -40,8 +40,9 @@ class FakeLLM:
         self.engine = SimpleNamespace(model_info=SimpleNamespace(vocab_size=50))
         SEEN.append(self)
 
-    def load_adapter(self, name: str, path: str, **options: Any) -> None:
+    def load_adapter(self, name: str, path: str, **options: Any) -> SimpleNamespace:
         self.loaded[name] = path
+        return SimpleNamespace(rank={"y": 24}.get(path, 8))
 
     def generate(self, prompts: Any, params: Any, adapter: Any) -> list[RequestOutput]:
         FakeLLM.clock += 1e-3 * params.max_tokens
@@ -94,6 +95,20 @@ def test_base_and_mixed_adapters(llm: type[FakeLLM], capsys: pytest.CaptureFixtu
     assert kinds == [("base", *each, 0) for each in expected] + [
         ("lora", *each, count) for each in expected for count in (0, 2)
     ]
+
+
+def test_the_largest_rank_is_told(llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]) -> None:
+    for modules, rank in ((["--lora-modules", "a=x", "b=y", "c=z"], 24), ([], 0)):
+        assert main([*WORDS, *modules]) == 0
+        assert json.loads(capsys.readouterr().out.splitlines()[-1])["lora_rank"] == rank
+
+
+def test_one_round_is_told_to_be_one(
+    llm: type[FakeLLM], capsys: pytest.CaptureFixture[str]
+) -> None:
+    for repeats, hints in (("1", 1), ("2", 0)):
+        assert main([*WORDS, "--repeats", repeats]) == 0
+        assert capsys.readouterr().out.count("one round: says nothing of noise") == hints
 
 
 @pytest.mark.parametrize(

@@ -22,7 +22,7 @@ from helpers_server import (
 )
 
 from vexpert.cli.bench.report import percentile
-from vexpert.cli.client import Client, base_url
+from vexpert.cli.client import Client, Reply, base_url
 from vexpert.cli.main import main
 from vexpert.server.options import ServerOptions
 
@@ -107,6 +107,14 @@ def test_an_unknown_model_is_told(
     assert "404" in capsys.readouterr().err
 
 
+def test_the_figures_of_a_turn_fit_in_a_line() -> None:
+    reply = Reply(1.0, "x", [1.05], "stop", prompt_tokens=120, cached_tokens=96)
+    reply.completion_tokens, reply.ended = 24, 1.25
+    assert reply.stats_line() == (
+        "24 tokens in 0.25 s (96/s), first at 50 ms; prompt 120, cached 96; finished: stop"
+    )
+
+
 def test_a_conversation(
     server: RunningServer, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -133,11 +141,14 @@ def test_a_conversation(
         return line
 
     monkeypatch.setattr("builtins.input", typed)
+    monkeypatch.setenv("COLUMNS", "60")
     assert main(["chat", "--url", server.url]) == 0
     shown = capsys.readouterr().out
     assert f"Talking to {BASE}" in shown
     assert shown.index("hello\n") < shown.index("HELLO\n")
-    assert shown.count("finished: stop") == 3
+    figures = [line for line in shown.splitlines() if "finished: stop" in line]
+    assert len(figures) == 3
+    assert all(" tokens in " in line for line in figures)  # whole, in a narrow terminal too
     assert "error: no model 'nobody'; known:" in shown
     assert f"  {BASE}  base model" in shown
     assert "* upper  adapter" in shown

@@ -172,6 +172,7 @@ def test_an_address_of_another_machine_is_told(
     ("model", "words", "told"),
     [
         ("folder", ["x=/no/such/folder"], "/no/such/folder: no such folder"),
+        ("folder", ["x=/dev/null"], "/dev/null: not a folder; give an adapter's folder"),
         ("folder", [f"x={Path(__file__).parent}"], f"{Path(__file__).parent}: no adapter_config"),
         ("folder", [f"x={UPPER}", f"x={UPPER}"], "adapter 'x' is given twice"),
         ("folder", [f"folder={UPPER}"], "adapter name 'folder' is the base model's"),

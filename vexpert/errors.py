@@ -23,6 +23,10 @@ class AdapterError(VexpertError):
     """An adapter is refused, unknown, or cannot be loaded or unloaded now."""
 
 
+class AdapterNameError(AdapterError):
+    """An adapter is refused for its name: no adapter may have it, or another has it now."""
+
+
 class AdapterNotFoundError(AdapterError):
     """No adapter has this name."""
 

@@ -11,9 +11,8 @@ from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
 from vexpert.cli.threads import limit_spinning
-from vexpert.config import EngineConfig, shown
+from vexpert.config import EngineConfig
 from vexpert.demo import DEMO_NAME, find_model
-from vexpert.errors import AdapterError
 from vexpert.log import quiet_libraries
 
 if TYPE_CHECKING:
@@ -89,11 +88,10 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _check_folder(path: str) -> None:
-    from vexpert.lora.files import NO_FOLDER
+    from vexpert.lora.files import check_folder
     from vexpert.lora.source import check_path
 
-    if not check_path(path).is_dir():
-        raise AdapterError(f"{shown(path, 300)}: {NO_FOLDER}")
+    check_folder(check_path(path))
 
 
 def _inspect(args: argparse.Namespace, options: dict[str, Any]) -> int:

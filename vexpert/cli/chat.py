@@ -118,7 +118,8 @@ class Chat:
         if reply.text:
             self._turns = [*turns, {"role": "assistant", "content": reply.text}]
         if console is not None:
-            console.print(f"\n{reply.stats_line()}", style="dim", markup=False, highlight=False)
+            line = f"\n{reply.stats_line()}"
+            console.print(line, style="dim", markup=False, highlight=False, soft_wrap=True)
         return reply.text
 
     async def compare(self, names: list[str], text: str) -> dict[str, str]:

@@ -49,9 +49,9 @@ class Reply:
         first = (self.token_times[0] if self.token_times else self.ended) - self.started
         rate = self.completion_tokens / seconds
         return (
-            f"{self.completion_tokens} tokens in {seconds:.2f} s ({rate:.0f} tok/s), first after "
-            f"{1000 * first:.0f} ms; prompt {self.prompt_tokens} tokens, {self.cached_tokens} "
-            f"cached; finished: {self.finish_reason}"
+            f"{self.completion_tokens} tokens in {seconds:.2f} s ({rate:.0f}/s), first at "
+            f"{1000 * first:.0f} ms; prompt {self.prompt_tokens}, cached {self.cached_tokens}; "
+            f"finished: {self.finish_reason}"
         )
 
 

@@ -246,7 +246,8 @@ def check_modules(modules: list[LoraModule], base_names: tuple[str, ...]) -> Non
     for module in modules:
         folder, where = Path(module.path), f"(lora_modules: {module.name}={module.path})"
         if not folder.is_dir():
-            raise ConfigError(f"{folder}: no such folder; give an adapter's folder {where}")
+            what = "not a folder" if folder.exists() else "no such folder"
+            raise ConfigError(f"{folder}: {what}; give an adapter's folder {where}")
         if not (folder / "adapter_config.json").is_file():
             raise ConfigError(f"{folder}: no adapter_config.json in it; not an adapter {where}")
         check_name(module.name, frozenset(base_names))

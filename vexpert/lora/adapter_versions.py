@@ -5,7 +5,7 @@ from collections.abc import Iterator, Mapping
 from threading import RLock
 
 from vexpert.config import shown
-from vexpert.errors import AdapterError, AdapterNotFoundError
+from vexpert.errors import AdapterNameError, AdapterNotFoundError
 from vexpert.lora.adapter_version import Version
 from vexpert.lora.info import SHOWN_NAMES
 from vexpert.lora.listing import Listing
@@ -43,12 +43,12 @@ class Versions(Mapping[AdapterRef, Version]):
     def begin_load(self, name: str, source: Source, load_inplace: bool, pinned: bool) -> Version:
         """A new version of `name`, which nobody else may load until `end_load` with this `source`.
 
-        AdapterError where somebody does, or where `name` is there and is not to be replaced.
+        AdapterNameError where somebody does, or where `name` is there and is not to be replaced.
         """
         if name in self._loading:
-            raise AdapterError(f"adapter {shown(name)} is being loaded now; wait for it")
+            raise AdapterNameError(f"adapter {shown(name)} is being loaded now; wait for it")
         if name in self._newest and not load_inplace:
-            raise AdapterError(
+            raise AdapterNameError(
                 f"adapter {name!r} is already loaded from {str(self._newest[name].source)!r}; "
                 "unload it first, or pass load_inplace to replace it"
             )

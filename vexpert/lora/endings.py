@@ -5,9 +5,13 @@ from collections.abc import Callable
 
 from vexpert.config import shown
 from vexpert.errors import AdapterError
+from vexpert.log import get_logger
 from vexpert.lora.adapter_state import State
 from vexpert.lora.adapter_version import Version
+from vexpert.lora.key_lists import counted
 from vexpert.lora.types import AdapterRef
+
+logger = get_logger(__name__)
 
 FOREVER = float("inf")
 
@@ -40,9 +44,11 @@ class Endings:
         """At the next step."""
         self._reasons[version.ref] = reason
 
-    def end_after(self, version: Version, seconds: float) -> None:
-        """What runs of an unloaded `version` then."""
-        self._overdue[version] = time.monotonic() + seconds
+    def begin_unload(self, version: Version, drain_seconds: float | None) -> None:
+        """`version` is unloaded: what still runs of it then ends at a step. None: it finishes."""
+        if drain_seconds is not None and version.life.holds:
+            self._overdue[version] = time.monotonic() + drain_seconds
+        _log_unload(version, drain_seconds)
 
     def end_if_shut_out(self, version: Version) -> None:
         """At the next step, if pinned adapters still leave it no room then."""
@@ -72,3 +78,11 @@ class Endings:
                 f"adapter {version.ref.name!r} was unloaded, and its requests had time to "
                 "finish until now",
             )
+
+
+def _log_unload(version: Version, drain_seconds: float | None) -> None:
+    drains = ""
+    if version.life.holds:
+        within = "" if drain_seconds is None else f" within {drain_seconds:g} s"
+        drains = f", drains: {counted(version.life.holds, 'request')} to finish{within}"
+    logger.info("adapter %s: version %d unloaded%s", version.ref.name, version.ref.version, drains)

@@ -24,7 +24,16 @@ DTYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)
 
 Tensors = dict[str, torch.Tensor]
 
-NO_FOLDER = "no such folder; give an adapter's folder, with adapter_config.json and its weights"
+
+def check_folder(path: Path) -> None:
+    """AdapterError unless `path` is a folder. Raises OSError."""
+    if path.is_dir():
+        return
+    what = "not a folder" if path.exists() else "no such folder"
+    raise AdapterError(
+        f"{shown(str(path), 300)}: {what}; give an adapter's folder, with adapter_config.json and "
+        "its weights"
+    )
 
 
 def read_tensors(folder: Path) -> Tensors:

@@ -29,9 +29,8 @@ from vexpert.lora.info import with_remedy
 from vexpert.lora.source import (
     AdapterLoader,
     AdapterReader,
-    Source,
-    check_path,
     check_switches,
+    folder_source,
     make_source,
 )
 from vexpert.lora.tiers import make_tiers
@@ -147,7 +146,7 @@ class AdapterManager:
         """
         check_name(name, self._reserved)
         check_switches(load_inplace=load_inplace, pinned=pinned)
-        source = Source(check_path(path), lora_B_layout)
+        source = folder_source(path, lora_B_layout)
         self._host.warm()
         with self._lock:
             try:
@@ -169,8 +168,7 @@ class AdapterManager:
         check_seconds(drain_seconds)
         with self._lock:
             version = self._versions.newest(name)
-            if drain_seconds is not None and version.life.holds:
-                self._endings.end_after(version, drain_seconds)
+            self._endings.begin_unload(version, drain_seconds)
             self._retire(version, is_replaced=False)
 
     def unload_version(self, ref: AdapterRef) -> bool:

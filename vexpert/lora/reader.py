@@ -17,7 +17,7 @@ from vexpert.lora.adapter_config import (
 )
 from vexpert.lora.checks import largest_in
 from vexpert.lora.extras import NOTHING, require_supported
-from vexpert.lora.files import NO_FOLDER, Tensors, read_tensors
+from vexpert.lora.files import Tensors, check_folder, read_tensors
 from vexpert.lora.formats import fused, per_expert
 from vexpert.lora.formats.context import Context
 from vexpert.lora.formats.full import BaseWeight, FullParameters, read_full
@@ -98,8 +98,7 @@ def _open(source: Path | AdapterTensors, targets: TargetMap) -> tuple[AdapterCon
 def _open_files(source: Path | AdapterTensors) -> tuple[AdapterConfig, Tensors]:
     if isinstance(source, AdapterTensors):
         return parse_config(source.config), source.checked()
-    if not source.is_dir():
-        raise AdapterError(NO_FOLDER)
+    check_folder(source)
     return read_config(source), read_tensors(source)
 
 

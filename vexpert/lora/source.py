@@ -12,7 +12,7 @@ from vexpert.config import shown
 from vexpert.errors import AdapterError
 from vexpert.lora.build_extras import build_extras
 from vexpert.lora.chat_template import ChatTemplate, read_template
-from vexpert.lora.files import NO_FOLDER
+from vexpert.lora.files import check_folder
 from vexpert.lora.formats.full import BaseWeight
 from vexpert.lora.json_files import check_regular
 from vexpert.lora.memory_source import AdapterTensors, adapter_tensors
@@ -66,12 +66,11 @@ Fingerprint = tuple[FileState, ...]
 
 
 def fingerprint(path: Path) -> Fingerprint:
-    """What tells one state of an adapter's files from another; empty if there are none.
+    """What tells one state of the files in folder `path` from another; empty if there are none.
 
     AdapterError for a file that no adapter has, such as a pipe.
     """
-    files = sorted(path.iterdir()) if path.is_dir() else [path]
-    files = [file for file in files if file.suffix in FILE_TYPES]
+    files = [file for file in sorted(path.iterdir()) if file.suffix in FILE_TYPES]
     for file in files:
         check_regular(file)
     stats = [(file.name, file.stat()) for file in files]
@@ -92,10 +91,18 @@ def check_path(path: Any) -> Path:
     return Path(path)
 
 
+def folder_source(path: Any, layout: str | None) -> Source:
+    """A folder, told by its absolute path: who reads that may be elsewhere. AdapterError.
+
+    Links stay as they are, and ".." too, because one behind a link leads elsewhere than it seems.
+    """
+    return Source(check_path(path).absolute(), layout)
+
+
 def make_source(path: Any, tensors: Any, config: Any, layout: str | None) -> Source:
     """The source that a caller means: a folder, or tensors with their config. AdapterError."""
     if tensors is None and config is None:
-        return Source(check_path(path), layout)
+        return folder_source(path, layout)
     if path is not None:
         raise AdapterError("give a path, or tensors with their config, not both")
     return Source(adapter_tensors(tensors, config), layout)
@@ -111,8 +118,7 @@ def check_switches(**given: object) -> None:
 def observe(path: Path) -> Fingerprint:
     """`fingerprint`, with an AdapterError when the files cannot be looked at."""
     try:
-        if not path.exists():
-            raise AdapterError(f"{shown(str(path), 300)}: {NO_FOLDER}")
+        check_folder(path)
         return fingerprint(path)
     except AdapterError:
         raise

@@ -12,6 +12,7 @@ from starlette.responses import Response
 from vexpert.config import cut
 from vexpert.errors import (
     AdapterGoneError,
+    AdapterNameError,
     AdapterNotFoundError,
     AdapterReplacedError,
     RequestError,
@@ -85,6 +86,8 @@ def api_error(error: Exception) -> ApiError:
             return error
         case RequestError():
             return ApiError(str(error), 400, error.param)
+        case AdapterNameError():
+            return ApiError(str(error), 400, "lora_name")
         case AdapterNotFoundError():
             return ApiError(str(error), 404, code="adapter_not_found")
         case AdapterGoneError():

@@ -129,18 +129,16 @@ class Service:
             raise ApiError(message, 403, "lora_path", "path_not_allowed")
         return real
 
-    async def check_relative_path(self, path: str, error: AdapterError) -> None:
-        """Raise ApiError where a relative folder is not there, with the absolute one."""
-        folder = Path(path)
-        if folder.is_absolute() or "\0" in path:
+    async def check_folder(self, path: str, error: AdapterError) -> None:
+        """Raise ApiError where no folder is at `path`: `error`, with the path as the field."""
+        folder = Path(path).absolute()
+        if await asyncio.wrap_future(self._paths.submit(_is_folder, folder)):
             return
-        absolute = Path.cwd() / folder
-        if not await asyncio.wrap_future(self._paths.submit(_is_folder, absolute)):
-            start = (
-                f"a relative path starts at the server's folder: {cut(str(absolute), MOST_SHOWN)}"
-            )
-            message = f"{error}; {start}"
-            raise ApiError(message, 400, "lora_path") from error
+        message = str(error)
+        if not Path(path).is_absolute() and "\0" not in path:
+            told = cut(str(folder), MOST_SHOWN)
+            message += f"; a relative path starts at the server's folder: {told}"
+        raise ApiError(message, 400, "lora_path") from error
 
     async def own_template(self, request: Request, adapter: str | None) -> Own | None:
         """The chat template of `adapter`, if there is one. Raises AdapterError."""

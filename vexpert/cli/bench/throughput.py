@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from vexpert.bench.engine.files import ModelShape
 
 LEGEND = "adapters: in one batch; off: LoRA switched off, which `of base` compares with"
+ONE_ROUND = "one round: says nothing of noise; see --repeats"
 KV_TOKENS = 1 << 19  # of a shape's cache, in all: more than any cell needs
 
 
@@ -78,7 +79,7 @@ def run(args: argparse.Namespace) -> int:
 def _subject(
     args: argparse.Namespace, folder: Path
 ) -> Iterator[tuple[EngineConfig, list[LoraModule], "ModelShape | None", int]]:
-    """What is measured: options, adapters, shape and rank."""
+    """What is measured: options, adapters, shape and its rank; without a shape, files tell it."""
     if args.shape is None:
         config, modules, _ = resolve_model(engine_config(args), args.lora_modules, [])
         yield config, modules, None, 0
@@ -168,21 +169,24 @@ def _report(
         rows.append(row)
         print(row.line(columns), flush=True)
 
-    base = _measure(args, dataclasses.replace(config, enable_lora=False), [], alone, mix)
+    base, _ = _measure(args, dataclasses.replace(config, enable_lora=False), [], alone, mix)
     is_whole = _is_whole(base, args.repeats, alone)
     print(LEGEND)
+    if args.repeats == 1:
+        print(ONE_ROUND)
     print(columns.heading())
     for cell, timing in base.items():
         show(CellRow(cell, "base", timing, None, None))
     lora: dict[Cell, Timing] = {}
+    largest = 0
     if config.enable_lora and is_whole:
-        lora = _measure(args, config, modules, cells, mix)
+        lora, largest = _measure(args, config, modules, cells, mix)
         is_whole = _is_whole(lora, args.repeats, cells)
     for cell, timing in lora.items():
         floor = _floor(shape, cell, rank, mix)
         beside = base[dataclasses.replace(cell, adapters=0)]
         show(CellRow(cell, "lora", timing, beside, floor))
-    _print_json(args, rows, shape, rank, mix)
+    _print_json(args, rows, shape, max(rank, largest), mix)
     if not is_whole:
         print("interrupted", file=sys.stderr)
     return 0 if is_whole else 130
@@ -208,8 +212,8 @@ def _measure(
     modules: list[LoraModule],
     cells: Sequence["Cell"],
     mix: "Mix",
-) -> dict["Cell", "Timing"]:
-    """All cells on one engine, which is gone afterwards."""
+) -> tuple[dict["Cell", "Timing"], int]:
+    """All cells on one engine, which is gone afterwards; and the largest rank of its adapters."""
     from vexpert import LLM
     from vexpert.bench.engine.cells import CellTimer, time_cells
     from vexpert.server.engine_boot import settle
@@ -217,8 +221,10 @@ def _measure(
     cells = list(dict.fromkeys(cells))
     llm: LLM | None = LLM(**dataclasses.asdict(config))
     assert llm is not None
+    rank = 0
     for module in modules:
-        llm.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
+        info = llm.load_adapter(module.name, module.path, lora_B_layout=module.lora_B_layout)
+        rank = max(rank, info.rank)
     settle()  # as `vexpert serve` does
     timer: CellTimer | None = CellTimer(llm, [module.name for module in modules], mix)
     assert timer is not None
@@ -228,7 +234,7 @@ def _measure(
     llm = timer = None
     gc.unfreeze()
     _free_device_memory(config)
-    return found
+    return found, rank
 
 
 def _free_device_memory(config: EngineConfig) -> None:

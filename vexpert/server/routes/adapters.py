@@ -7,18 +7,20 @@ from fastapi import APIRouter, Depends, Query
 from starlette.requests import Request
 from starlette.responses import PlainTextResponse, Response
 
-from vexpert.config import cut, shown
-from vexpert.errors import AdapterError
+from vexpert.config import cut, first_line, shown
+from vexpert.errors import AdapterError, AdapterNameError
+from vexpert.log import get_logger
 from vexpert.lora.info import UNUSABLE, USABLE
 from vexpert.server.errors import ApiError
 from vexpert.server.listing import Page, Wanted, fill
 from vexpert.server.protocol.adapter import LoadLoraAdapterRequest, UnloadLoraAdapterRequest
 from vexpert.server.query import PAGE, STATE, only
 from vexpert.server.routes.models import After, Limit, Part
-from vexpert.server.service import allowed_models, service_of
+from vexpert.server.service import Service, allowed_models, service_of
 
 MOST_SHOWN = 300  # characters of an error that names the path once more
 router = APIRouter()
+logger = get_logger(__name__)
 
 
 # mypy knows no members that are not written out.
@@ -61,11 +63,20 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
     """Load an adapter from a folder of this machine; running requests go on meanwhile."""
     service = service_of(request)
     service.check_may_change_adapters(request)
-    path = await service.adapter_path(body.lora_path)
     try:
-        service.check_name(body.lora_name)
-    except AdapterError as error:
-        raise ApiError(str(error), 400, "lora_name") from error
+        await _load(body, service)
+    except (ApiError, AdapterError) as error:
+        name = body.lora_name
+        reason = first_line(error).removeprefix(f"adapter {name!r}: ")
+        logger.warning("adapter %s is not loaded: %s", shown(name), reason)
+        raise
+    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
+
+
+async def _load(body: LoadLoraAdapterRequest, service: Service) -> None:
+    """Raises AdapterError, or ApiError where that names the field at fault."""
+    path = await service.adapter_path(body.lora_path)
+    service.check_name(body.lora_name)
     try:
         await service.engine.load_adapter(
             body.lora_name,
@@ -75,15 +86,16 @@ async def load_lora_adapter(body: LoadLoraAdapterRequest, request: Request) -> P
             lazy=body.lazy,
             pinned=body.pinned,
         )
+    except AdapterNameError:
+        raise
     except AdapterError as error:
-        await service.check_relative_path(body.lora_path, error)
+        await service.check_folder(body.lora_path, error)
         raise
     except OSError as error:
         message = (
             f"lora_path={shown(body.lora_path)}: cannot be read: {cut(str(error), MOST_SHOWN)}"
         )
         raise ApiError(message, 400, "lora_path") from error
-    return PlainTextResponse(f"Success: LoRA adapter '{body.lora_name}' added successfully.")
 
 
 @router.post("/v1/unload_lora_adapter")
