@@ -23,6 +23,7 @@ from vexpert import SamplingParams
 from vexpert.errors import ModelError
 from vexpert.kernels.dense_factors import HeadColumns
 from vexpert.lora.layers import LatentLinear
+from vexpert.lora.site_extras import SiteExtra
 from vexpert.models.attention import AttentionLayer
 from vexpert.models.latent import find_columns
 
@@ -97,6 +98,23 @@ def test_a_wrong_head_or_a_missing_part_is_seen(
         with monkeypatch.context() as patched:
             patched.setattr(owner, name, fault)
             assert error() > 100 * LIMIT, name
+
+
+def test_gains_of_keys_that_leave_float16(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A magnitude of DoRA by the norm of a small weight: the key it gives fits all the same."""
+    torch.manual_seed(0)
+    linear = nn.Linear(16, 2 * (8 + 4), bias=False, dtype=torch.float16).requires_grad_(False)
+    linear.weight.mul_(2e-3)
+    latent = LatentLinear(linear, HeadColumns(2, 8, 4))
+    gain = 1e4 * (1 + torch.rand(1, 24))
+    query = 20 * torch.randn(3, 2, 8).half()
+    rows = torch.tensor([0, 2])
+    want = latent.absorb(query).float()
+    monkeypatch.setattr(latent, "_extras", lambda: [(rows, SiteExtra(gain=gain))])
+    keys = (gain.view(24, 1) * linear.weight.float()).view(2, 12, 16)[:, :8]
+    want[rows] = torch.einsum("thk,hkr->thr", query[rows].float(), keys)
+    got = latent.absorb(query).float()
+    assert float((got - want).norm() / want.norm()) < 2e-3
 
 
 def _bias(attention: Any) -> None:

@@ -18,12 +18,24 @@ from vexpert.lora.site_extras import SiteExtra
 from vexpert.lora.types import BatchView
 from vexpert.ops.types import PackedLora
 
+MOST = 64.0  # of a query in a product: far from float16's largest, 65504, and from its smallest
+
 
 def _by_head(x: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
     """x [T, H, k] times weight [H, k, n]: [T, H, n]."""
     y = x.new_empty(*x.shape[:2], weight.shape[2])
     torch.bmm(x.transpose(0, 1), weight, out=y.transpose(0, 1))
     return y
+
+
+def _bounded(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    """x [m, H, k] in float32 as a product with powers of two [m, H, 1], which are 1 where x < MOST.
+
+    A gain of thousands, as small weights have it, takes a query out of float16's range, but not
+    its product with those weights.
+    """
+    exponent = torch.frexp(x.abs().amax(2, keepdim=True) / MOST).exponent.clamp(min=0)
+    return torch.ldexp(x, -exponent), torch.ldexp(torch.ones_like(x[..., :1]), exponent)
 
 
 class LatentLinear:
@@ -47,15 +59,20 @@ class LatentLinear:
         softmax.
         """
         extras = self._extras()
+        scales: list[tuple[torch.Tensor, torch.Tensor]] = []  # of rows, what is put off to the end
         for rows, extra in extras:
             if extra.gain is not None:
                 gain = self._of_columns(extra.gain)[:, : self.columns.key]
-                query = query.index_copy(0, rows, (query[rows].float() * gain).to(query.dtype))
+                scaled, scale = _bounded(query[rows].float() * gain)
+                query = query.index_copy(0, rows, scaled.to(query.dtype))
+                scales.append((rows, scale))
         y = _by_head(query, self.key_weight)
         self._add_factors(query, y, of_keys=True)
         for rows, extra in extras:
             if extra.weight is not None:
                 y[rows] = _by_head(query[rows], self._split(extra.weight)[0])
+        for rows, scale in scales:
+            y[rows] = (y[rows].float() * scale).to(y.dtype)
         return y
 
     def project(self, latents: torch.Tensor) -> torch.Tensor:
