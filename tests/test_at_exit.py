@@ -17,7 +17,7 @@ import threading, time, torch
 told = threading.Event()
 
 def many():
-    return [torch.ones(1) for _ in range(200_000)]
+    return [torch.ones(1) for _ in range(80_000)]
 """
 FAILED_LOAD = """
 from vexpert.lora.loading import LoaderPool
