@@ -235,7 +235,7 @@ class HostPolicy:
 
     def could_read(self, nbytes: int) -> bool:
         """`may_read`, now or once the `victims` have left."""
-        return not self.files or self.fits(self.files + nbytes - self._freed_for(nbytes))
+        return self.may_read(nbytes - self._freed_for(nbytes))
 
     def _freed_for(self, nbytes: int) -> int:
         return sum(version.life.host_bytes for version in self.victims(nbytes))

@@ -1,7 +1,7 @@
 """A Linear of half dtypes whose outputs are float32: its sums as they are, never rounded.
 
-For lm_head: between 4 and 8 two bfloat16 are 2^-5 apart, so that logits of that dtype cost more
-precision of a log-probability than all layers before them.
+For lm_head: between 4 and 8 two bfloat16 are 2^-5 apart, so that logits of that dtype tie, and lose
+what the layers knew.
 """
 
 import torch
